@@ -16,7 +16,7 @@
 #   make test-transformers, test-transformers-old, test-transformers-own CHECKOUT=DIR
 #   make test-library     the C library installed, found and linked; its examples
 #   make test-builds      builds with flags that users and distributions set
-#   make test-ggml        kvedge inside a ggml graph
+#   make test-ggml        kvedge inside a ggml graph; make test-llama-cpp: an unmodified llama.cpp with kvedge
 #   make test-musl, test-sanitize, test-valgrind, test-arm-c, test-arm, test-oldx86, test-free-threaded, cross
 #   make test-slow        slow tests too, with every peer; make test-all: every Python from 3.10 that is here
 #   make fuzz SECONDS=60  coverage-guided fuzzing of the C API, of files and of paged caches
@@ -30,9 +30,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc -name "*.[ch]" -o -name "*.flags")
+SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc integrations -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-llama-cpp test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -103,6 +103,9 @@ test-library: $(VENV)/test.stamp
 # kvedge inside a ggml graph (docs/ggml.md).
 test-ggml: $(VENV)/bench.stamp
 	tests/library/ggml.sh $(BIN)/python
+# An unmodified llama.cpp with kvedge (docs/llama_cpp.md). Threads of OpenMP that wait sleep: here others need the cores.
+test-llama-cpp: $(VENV)/llama.stamp
+	GOMP_SPINCOUNT=0 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/llama_cpp $(PYTEST_ARGS)
 # The same with musl, whose threads have small stacks.
 test-musl:
 	tests/c/run.sh musl
@@ -163,7 +166,7 @@ docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo build/site/index.html
 
-C_FILES := $(shell find csrc tests examples bench -name "*.[ch]")
+C_FILES := $(shell find csrc integrations tests examples bench -name "*.[ch]")
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -215,7 +218,13 @@ $(VENV)/transformers-4.56: | $(VENV)/peers.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
 	  transformers==4.56.2 'huggingface_hub<1' 'tokenizers>=0.22,<=0.23'
 
-# ggml comes as llama-cpp-python, which is compiled for some minutes.
-$(VENV)/bench.stamp: pyproject.toml | $(VENV)/peers.stamp
+# llama-cpp-python is compiled for some minutes, unless ../wheels has a wheel of it.
+LLAMA_CPP ?= llama-cpp-python==0.3.36
+$(VENV)/llama.stamp: pyproject.toml | $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --find-links ,$(wildcard ../wheels)) '$(LLAMA_CPP)'
+	@touch $@
+
+# ggml comes as llama-cpp-python.
+$(VENV)/bench.stamp: pyproject.toml | $(VENV)/peers.stamp $(VENV)/llama.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'kvedge[bench]'
 	@touch $@

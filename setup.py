@@ -25,7 +25,9 @@ ROOT = Path(__file__).parent
 # extension and other programs are linked to it. On Windows, where an extension cannot say where its
 # libraries lie, the extension holds the library, and programs get a static one.
 LIBRARY = {"darwin": "libkvedge.dylib", "win32": "libkvedge.a"}.get(sys.platform, "libkvedge.so")
-LIBRARY_FILES = ("include/kvedge.h", f"lib/{LIBRARY}")
+# For a ggml that is loaded (docs/llama_cpp.md); linked to the library, and to no ggml.
+GGML_FILES = ("lib/libggml-kvedge.so",) if sys.platform == "linux" else ()
+LIBRARY_FILES = ("include/kvedge.h", f"lib/{LIBRARY}", *GGML_FILES)
 ELF = sys.platform not in ("darwin", "win32")
 
 
@@ -38,15 +40,8 @@ def files(*patterns):
     return sorted(str(p.relative_to(ROOT)) for pattern in patterns for p in ROOT.glob(pattern))
 
 
-def last_flags():
-    """Of csrc/arithmetic.flags and of what Python's structs depend on, what the compiler knows.
-
-    They come after CFLAGS and LDFLAGS, in compiling and linking: the last flag wins. A warning of
-    flags that were taken back is no error.
-    """
-    lines = (ROOT / "csrc/arithmetic.flags").read_text().splitlines()
-    wanted = [line for line in lines if line.startswith("-")]
-    wanted += ["-fno-short-enums", "-fno-pack-struct", "-Wno-error"]
+def known_flags(wanted):
+    """Those of `wanted` that the compiler knows."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
 
     def known(name):
@@ -57,6 +52,17 @@ def last_flags():
             return False  # the build tells of it
 
     return list(filter(known, wanted))
+
+
+def last_flags():
+    """Of csrc/arithmetic.flags and of what Python's structs depend on, what the compiler knows.
+
+    They come after CFLAGS and LDFLAGS, in compiling and linking: the last flag wins. A warning of
+    flags that were taken back is no error.
+    """
+    lines = (ROOT / "csrc/arithmetic.flags").read_text().splitlines()
+    wanted = [line for line in lines if line.startswith("-")]
+    return known_flags([*wanted, "-fno-short-enums", "-fno-pack-struct", "-Wno-error"])
 
 
 def names_in_package():
@@ -100,16 +106,16 @@ class OptionalBuildExt(build_ext):
 
     def build_extension(self, ext):
         try:
-            library, glue = self.compile(ext)
-            linked = self.link_library(ext, library)
+            library, glue, for_ggml = self.compile(ext)
+            linked = self.link_library(ext, library, for_ggml)
             ext.sources, ext.extra_objects = [], [*glue, *linked]
             super().build_extension(ext)
         except Exception as error:
             self.give_up(error)
 
     def compile(self, ext):
-        """Compile csrc/ and the extension's own source; return the objects of either."""
-        # Without -O3 the wheel has 20 KB less, and glue, sessions and grids are no slower.
+        """Compile csrc/, the extension's own source, what is for ggml; return the objects."""
+        # Without -O3 the wheel has 20 KB less, and glue, sessions, grids and plans are no slower.
         rest = {"extra_postargs": ["-O2" if w == "-O3" else w for w in ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()
         own = {
@@ -124,18 +130,24 @@ class OptionalBuildExt(build_ext):
             "extra_postargs": ext.extra_compile_args,
         }
         sources = files("csrc/**/*.c")
-        small = {s for s in sources if "session" in s or s.endswith("grids.c")}
+        ends = ("grids.c", "attention/rows.c")
+        small = {s for s in sources if "session" in s or s.endswith(ends)}
         jobs = {s: library | rest if s in small else library for s in sources}
         jobs |= dict.fromkeys(ext.sources, own)
+        for_ggml = files("integrations/ggml/*.c") if GGML_FILES else []
+        least = {"extra_postargs": ["-Os" if w == "-O3" else w for w in ext.extra_compile_args]}
+        jobs |= dict.fromkeys(for_ggml, own | least)
         objects = compile_side_by_side(self.compiler, jobs)
-        return [objects[s] for s in sources], [objects[s] for s in ext.sources]
+        return tuple([objects[s] for s in of] for of in (sources, ext.sources, for_ggml))
 
-    def link_library(self, ext, objects):
+    def link_library(self, ext, objects, for_ggml):
         """Make the package's library of `objects`, with its header; link `ext` to it.
+
+        And of `for_ggml` a library that finds it in its own folder.
 
         Returns the objects that the extension takes in itself.
         """
-        header, library = (Path(self.build_lib, "kvedge", name) for name in LIBRARY_FILES)
+        header, library, *more = (Path(self.build_lib, "kvedge", name) for name in LIBRARY_FILES)
         for file in (header, library):
             self.mkpath(str(file.parent))
         self.copy_file("csrc/kvedge.h", str(header))
@@ -161,6 +173,18 @@ class OptionalBuildExt(build_ext):
             linker = self.compiler.linker_so
             at = linker.index("-shared") + 1 if "-shared" in linker else len(linker)
             linker.insert(at, "-Wl,-rpath,$ORIGIN/../lib")
+        for file in more:
+            file.unlink(missing_ok=True)
+            self.compiler.link_shared_object(
+                [*for_ggml, str(library)],
+                str(file),
+                libraries=["dl", "m"],
+                extra_postargs=[
+                    *ext.extra_link_args,
+                    f"-Wl,-soname,{file.name}",
+                    "-Wl,--disable-new-dtags",
+                ],
+            )
         # By its path: LDFLAGS may have a folder with another libkvedge.
         ext.extra_link_args = [str(library), *ext.extra_link_args, *found]
         return []
@@ -246,7 +270,13 @@ def extensions():
         "kvedge.backends.native",
         ["kvedge/backends/native.pyx"],
         include_dirs=["csrc", numpy.get_include()],
-        depends=files("csrc/**/*.h", "kvedge/**/*.px[di]", "csrc/arithmetic.flags", "setup.py"),
+        depends=files(
+            "csrc/**/*.h",
+            "integrations/**/*.[ch]",
+            "kvedge/**/*.px[di]",
+            "csrc/arithmetic.flags",
+            "setup.py",
+        ),
         define_macros=macros,
         # -fno-wrapv: Python's own flags let integers wrap, which makes index arithmetic slower.
         # No C++ exception passes through C: without tables to unwind, the wheel has 25 KB less.
@@ -258,6 +288,9 @@ def extensions():
             "-g0",
             "-pthread",
             *(["-fno-asynchronous-unwind-tables"] * ELF),
+            # Kernels have a copy for each case that pays. Those that GCC makes besides pay nowhere:
+            # without them the wheel has 35 KB less.
+            *known_flags(["-fno-unswitch-loops", "-fno-ipa-cp-clone"]),
             "-iquotecsrc",  # before folders in CPPFLAGS, which may have another kvedge.h
             *last,
         ],

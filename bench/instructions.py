@@ -6,13 +6,14 @@
     python bench/instructions.py --record    count, and write the record anew
 
 Seconds differ from run to run and from machine to machine; instructions do not, so a kernel that
-became more expensive shows here by itself, in a minute and on any x86 machine. callgrind counts
-them in bench/instructions.c, which is compiled with csrc/. Valgrind does not know AVX-512 nor
-AVX-VNNI: only the scalar and the AVX2 paths are counted.
+became more expensive shows here by itself, in some minutes and on any x86 machine with Linux.
+bench/instructions.c, which is compiled with csrc/, makes the call. callgrind counts the scalar and
+the AVX2 path. It does not know AVX-512 nor AVX-VNNI: of these the program steps through one
+instruction after the other, which takes 5 to 30 us for each, so a smaller layer has to do. What
+this CPU does not have is left out.
 
-attend: one decode step on one thread, per byte of keys and values stored (codes and scales).
-append: 512 tokens stored, per byte of float32 that comes in.
-Keys and values are int8; of one shape also in the runs of kivi, or one of them.
+attend: one decode step, or a prompt's last 64 rows, on one thread, per byte of keys and values
+stored (codes and scales). append: 512 tokens stored, per byte of float32 that comes in.
 """
 
 from __future__ import annotations
@@ -25,21 +26,71 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
+import kvedge
 from kvedge.console.output import Output
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "instructions.json"
 TOLERANCE = 0.02
+COPIES = ("-fno-unswitch-loops", "-fno-ipa-cp-clone")  # as setup.py has it
 
-ISAS = ("scalar", "avx2")
-SHAPES = ((32, 8, 64), (14, 2, 64), (16, 8, 128), (32, 32, 96), (4, 1, 256))
-INT8 = ("int8", "int8")
-RUNS = (("kivi4", "kivi4"), ("kivi8", "kivi8"), ("kivi4", "int8"), ("int8", "kivi4"))
-CASES = [(shape, INT8) for shape in SHAPES] + [((16, 8, 128), formats) for formats in RUNS]
-ATTEND_TOKENS = 2048  # enough that what a call costs once is below a hundredth
+COUNTED = ("scalar", "avx2")
+STEPPED = ("avxvnni", "avx512vnni")
+NUM_TOKENS = 2048  # enough that what a call costs once is below a hundredth
 APPEND_TOKENS = 512
+STEPPED_TOKENS = (
+    1280  # a fifth of which, as in long contexts, do not have the precision of the first 1,024
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and a call: query heads, KV heads and head_dim, formats, and rows of the query."""
+
+    shape: tuple[int, int, int]
+    keys: str = "int8"
+    values: str = "int8"
+    group: int = 0
+    rows: int = 1
+
+    @property
+    def name(self) -> str:
+        """The case's name in the record, without its path."""
+        words = [",".join(map(str, self.shape))]
+        if (self.keys, self.values) != ("int8", "int8"):
+            words += [self.keys, self.values]
+        words += [f"groups of {self.group}"] * (self.group > 0)
+        words += [f"{self.rows} rows"] * (self.rows > 1)
+        return " ".join(words)
+
+    def arguments(self, tokens: int) -> list[str]:
+        """Return the program's arguments for so many tokens."""
+        numbers = (*self.shape, tokens)
+        return [*map(str, numbers), self.keys, self.values, str(self.group), str(self.rows)]
+
+
+FORMATS = (
+    ("int4", "int4"),
+    ("float16", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "float32"),
+    ("fp8_e4m3", "fp8_e4m3"),
+    ("kivi2", "kivi2"),
+    ("kivi4", "kivi4"),
+    ("kivi8", "kivi8"),
+    ("kivi8", "int8"),
+    ("kivi4", "int8"),
+    ("int8", "kivi4"),
+)
+
+
+SHAPES = ((32, 8, 64), (14, 2, 64), (16, 8, 128), (32, 32, 96), (4, 1, 256))
+SMALL = (4, 1, 64)
+OF_SMALL = [Case(SMALL), *(Case(SMALL, *formats) for formats in FORMATS), Case(SMALL, group=32)]
+CASES = [*map(Case, SHAPES), *OF_SMALL, Case(SMALL, rows=64)]
 
 
 def main() -> int:
@@ -87,26 +138,46 @@ def count_all() -> dict[str, float]:
     counts: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
-        for isa in ISAS:
-            for shape, formats in CASES:
-                _, num_kv_heads, head_dim = shape
+        for isa in COUNTED:
+            for case in CASES:
+                _, num_kv_heads, head_dim = case.shape
                 given = APPEND_TOKENS * 2 * num_kv_heads * head_dim * 4  # keys and values
-                name = f"{isa} {','.join(map(str, shape))}"
-                if formats != INT8:
-                    name += f" {' '.join(formats)}"
-                case = (program, isa, shape, formats)
-                attend, stored = count(*case, ATTEND_TOKENS, "kvedge_attend")
-                append, _ = count(*case, APPEND_TOKENS, "kvedge_layer_append")
-                counts[f"attend {name}"] = round(attend / stored, 4)
-                counts[f"append {name}"] = round(append / given, 4)
+                attend, stored = count(program, isa, case, NUM_TOKENS, "kvedge_attend")
+                counts[f"attend {isa} {case.name}"] = round(attend / stored, 4)
+                if case.rows == 1:
+                    append, _ = count(program, isa, case, APPEND_TOKENS, "kvedge_layer_append")
+                    counts[f"append {isa} {case.name}"] = round(append / given, 4)
+        for isa in STEPPED:
+            for case in OF_SMALL if isa in kvedge.isa_info()["available"] else ():
+                ran, stored, stepped = map(str, run(program, isa, case).split())
+                check_isa(isa, ran)
+                counts[f"attend {isa} {case.name}"] = round(int(stepped) / int(stored), 4)
     return counts
 
 
+def run(program: Path, isa: str, case: Case) -> str:
+    """Return what the program prints that steps through a case."""
+    done = subprocess.run(
+        [str(program), *case.arguments(STEPPED_TOKENS), "step"],
+        env=os.environ | {"KVEDGE_ISA": isa},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
+
+
+def check_isa(asked: str, ran: str) -> None:
+    """Raise unless the path ran that was asked for."""
+    if ran != asked:
+        raise SystemExit(f"KVEDGE_ISA={asked} was asked for, {ran} ran")
+
+
 def build(folder: Path) -> Path:
-    """Compile csrc/ and the program; with the options of setup.py."""
+    """Compile csrc/ and the program, with the options of setup.py."""
     program = folder / "instructions"
     sources = [str(path) for path in sorted((HERE.parent / "csrc").rglob("*.c"))]
-    options = ["-std=c11", "-O3", "-pthread", "-I", str(HERE.parent / "csrc")]
+    options = ["-std=c11", "-O3", *COPIES, "-pthread", "-I", str(HERE.parent / "csrc")]
     subprocess.run(
         [compiler(), *options, *sources, str(HERE / "instructions.c"), "-lm", "-o", str(program)],
         check=True,
@@ -114,14 +185,7 @@ def build(folder: Path) -> Path:
     return program
 
 
-def count(
-    program: Path,
-    isa: str,
-    shape: tuple[int, ...],
-    formats: tuple[str, str],
-    tokens: int,
-    function: str,
-) -> tuple[int, int]:
+def count(program: Path, isa: str, case: Case, tokens: int, function: str) -> tuple[int, int]:
     """Return the instructions within all calls of a function, and the bytes stored."""
     done = subprocess.run(
         [
@@ -130,17 +194,15 @@ def count(
             "--callgrind-out-file=/dev/null",
             f"--toggle-collect={function}",
             str(program),
-            *map(str, (*shape, tokens)),
-            *formats,
+            *case.arguments(tokens),
         ],
         env=os.environ | {"KVEDGE_ISA": isa},
         check=True,
         capture_output=True,
         text=True,
     )
-    ran, stored = done.stdout.split()
-    if ran != isa:
-        raise SystemExit(f"KVEDGE_ISA={isa} was asked for, {ran} ran")
+    ran, stored, _ = done.stdout.split()
+    check_isa(isa, ran)
     collected = re.search(r"Collected : (\d+)", done.stderr)
     if collected is None or int(collected[1]) == 0:
         raise SystemExit(f"callgrind found no {function}:\n{done.stderr}")

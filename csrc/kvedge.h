@@ -440,6 +440,9 @@ typedef struct {
   float tolerance;   /* 0 <= tolerance < 1: the share of the softmax mass that each row of each head may lose. Blocks of
                       * 16 values that hold no more are not read: the error is at most tolerance * the largest |value|,
                       * and lse counts them. 0: all are read */
+  const uint16_t *half_bias; /* a bias in float16, found by bias_strides, where `bias` is NULL */
+  const float *bias_factors; /* [num_heads], positive and finite: what a head's bias, of either type, is multiplied by,
+                              * such as ALiBi's slopes; NULL: 1 */
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);
@@ -538,6 +541,61 @@ kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_lay
  * `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */
 void kvedge_attention_run(const kvedge_attention *attention, int slice, int slot, const volatile int *stop);
 void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
+
+/* ---- Memory of others --------------------------------------------------------------------------
+ *
+ * Attention to keys and values where another program keeps them, such as a runtime's own cache: nothing is copied, and
+ * there is no layer. For runtimes with threads and memory of their own; several calls are planned and run together:
+ *
+ *   size_t bytes = kvedge_rows_attention_bytes(calls, num_calls, num_threads);
+ *   kvedge_rows_attention_init(memory, bytes, calls, num_calls, num_threads, &attention);
+ *   for every slice below kvedge_rows_attention_num_slices(attention), on any thread, at the same time:
+ *     kvedge_rows_attention_run(attention, slice, next, thread);
+ *
+ * Once all slices have run, all is written. Nothing is allocated. What calls point to stays as it is until then. Results
+ * do not depend on the threads, to the bit. */
+
+/* Keys, or values: rows of float32, float16 or bfloat16, the elements of each side by side. Those of tokens that are
+ * seen are finite, and of hidden ones as well. */
+typedef struct {
+  kvedge_format format;   /* KVEDGE_FLOAT32, KVEDGE_FLOAT16 or KVEDGE_BFLOAT16 */
+  int dim;                /* elements of a row, 1..1024 */
+  ptrdiff_t token_stride; /* bytes from a token's row to the next one's of the same KV head: those of a row at least */
+  ptrdiff_t head_stride;  /* and to that of the next KV head; where heads lie side by side they are read together */
+  float bound;            /* at least the largest magnitude of a row; 0: not known, which costs nothing unless rows are
+                             * beyond 2^60 (they are looked at again then), and of float16 does not matter */
+} kvedge_rows;
+
+/* Tokens that lie one after the other: their first rows, of KV head 0. Aligned as elements are. */
+typedef struct {
+  const void *keys, *values;
+  int64_t num_tokens; /* 1 or more */
+} kvedge_rows_segment;
+
+/* Query rows, and what they see. Tokens count over the segments: token 0 is the first of the first one, and the query
+ * rows are those of the last num_rows tokens. So cells that a mask hides from all rows are best left out of the
+ * segments. */
+typedef struct {
+  kvedge_rows keys, values;
+  int num_kv_heads, num_heads; /* num_heads a multiple, as in kvedge_attend */
+  const kvedge_rows_segment *segments;
+  int num_segments;        /* 1 or more */
+  int64_t num_rows;        /* 1 or more */
+  kvedge_array query, out; /* (num_rows, num_heads, dim of keys, of values); out overlaps nothing that is read */
+  const kvedge_attention_options *options; /* NULL: defaults; num_tokens, start and tolerance are 0 */
+} kvedge_rows_call;
+
+typedef struct kvedge_rows_attention kvedge_rows_attention;
+
+/* Bytes for calls, as _init has them; 0: a call is not valid. What query, out and segments point to is not looked at. */
+size_t kvedge_rows_attention_bytes(const kvedge_rows_call *calls, int num_calls, int num_threads);
+/* Checks and plans calls in memory aligned to 64 bytes. A failure has written nothing to any `out`. */
+kvedge_status kvedge_rows_attention_init(void *memory, size_t bytes, const kvedge_rows_call *calls, int num_calls,
+                                         int num_threads, kvedge_rows_attention **attention);
+int kvedge_rows_attention_num_slices(const kvedge_rows_attention *attention);
+/* Runs a slice, each of them once, on thread 0..num_threads-1, which runs one at a time. `next` is the slice that the
+ * thread will run after it, whose start is prefetched; -1: not known. */
+void kvedge_rows_attention_run(kvedge_rows_attention *attention, int slice, int next, int thread);
 
 /* ---- Paged: sequences in the blocks of a pool ------------------------------------------------ */
 

@@ -1,6 +1,6 @@
 """The C API of csrc/kvedge.h for Cython: ``from kvedge cimport kvedge_layer, kvedge_attend``."""
 
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
 
 
 cdef extern from "kvedge.h" nogil:
@@ -92,6 +92,8 @@ cdef extern from "kvedge.h" nogil:
         int64_t start
         int64_t first_row
         float tolerance
+        const uint16_t *half_bias
+        const float *bias_factors
 
     ctypedef struct kvedge_part:
         const kvedge_layer *layer
@@ -126,6 +128,33 @@ cdef extern from "kvedge.h" nogil:
         pass
 
     ctypedef struct kvedge_attention:
+        pass
+
+    ctypedef struct kvedge_rows:
+        kvedge_format format
+        int dim
+        ptrdiff_t token_stride
+        ptrdiff_t head_stride
+        float bound
+
+    ctypedef struct kvedge_rows_segment:
+        const void *keys
+        const void *values
+        int64_t num_tokens
+
+    ctypedef struct kvedge_rows_call:
+        kvedge_rows keys
+        kvedge_rows values
+        int num_kv_heads
+        int num_heads
+        const kvedge_rows_segment *segments
+        int num_segments
+        int64_t num_rows
+        kvedge_array query
+        kvedge_array out
+        const kvedge_attention_options *options
+
+    ctypedef struct kvedge_rows_attention:
         pass
 
     const char *kvedge_version()
@@ -267,6 +296,13 @@ cdef extern from "kvedge.h" nogil:
     void kvedge_attention_run(
         const kvedge_attention *attention, int slice, int slot, const volatile int *stop)
     void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot)
+
+    size_t kvedge_rows_attention_bytes(const kvedge_rows_call *calls, int num_calls, int num_threads)
+    kvedge_status kvedge_rows_attention_init(
+        void *memory, size_t bytes, const kvedge_rows_call *calls, int num_calls, int num_threads,
+        kvedge_rows_attention **attention)
+    int kvedge_rows_attention_num_slices(const kvedge_rows_attention *attention)
+    void kvedge_rows_attention_run(kvedge_rows_attention *attention, int slice, int next, int thread)
 
     size_t kvedge_blocks_bytes(int32_t num_blocks)
     kvedge_status kvedge_blocks_init(

@@ -35,18 +35,21 @@ def faults(path):
     with zipfile.ZipFile(path) as wheel:
         names = set(wheel.namelist())
         libraries = [n for n in names if n.startswith("kvedge/lib/libkvedge.")]
+        for_ggml = [n for n in names if n.startswith("kvedge/lib/libggml-kvedge.")]
         extensions = [
             n
             for n in names
             if n.startswith("kvedge/backends/native.") and n.endswith((".so", ".pyd"))
         ]
-        contents = {name: wheel.read(name) for name in extensions + libraries}
+        contents = {name: wheel.read(name) for name in extensions + libraries + for_ggml}
     if (size := path.stat().st_size) > MOST_BYTES:
         yield f"it has {size} bytes, and {MOST_BYTES} are allowed"
     if len(extensions) != 1:
         yield f"it must have one extension kvedge/backends/native.*, and has {extensions}"
     if len(libraries) != 1:
         yield f"it must have one C library kvedge/lib/libkvedge.*, and has {libraries}"
+    if "linux" in path.name and len(for_ggml) != 1:
+        yield f"it must have one kvedge/lib/libggml-kvedge.so, and has {for_ggml}"
     for name in sorted(MUST_HAVE - names):
         yield f"{name} is missing"
     for name in sorted(n for n in names if n.endswith(MUST_NOT_END)):

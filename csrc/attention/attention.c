@@ -15,6 +15,9 @@ kvedge_status kvedge_request_check(const kvedge_request *r) {
     if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24) return KVEDGE_ERROR_ARGUMENT;
     if (!(o->tolerance >= 0.0f && o->tolerance < 1.0f)) return KVEDGE_ERROR_ARGUMENT;
     if (o->start < 0 || o->start > view->len) return KVEDGE_ERROR_ARGUMENT;
+    for (int h = 0; o->bias_factors && h < r->num_heads; h++)
+      if (!(o->bias_factors[h] > 0.0f) || isinf(o->bias_factors[h])) return KVEDGE_ERROR_ARGUMENT;
+    if (o->bias && o->half_bias) return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
   if (!r->query.data) return KVEDGE_OK;
@@ -117,11 +120,12 @@ void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const 
 
 static int may_have_lost(const kvedge_attention *a, const kvedge_queries *q, size_t state, float sum,
                          const float *acc) {
-  if (!(sum > 0.0f)) return 0;
+  if (!(sum > 0.0f)) return isnan(sum); /* so step.c marks scores that were not finite */
   if (q->logit_factor[state] > LARGEST_QUERY) return 1;
   const kvedge_view_side *values = &a->view.side[VALUES];
   if (values->bound == 0.0f) return 0;
-  return kvedge_float_of_bits(a->kernels->abs_max_bits(acc, (size_t)values->shape.dim)) < LEAST_SUM;
+  const uint32_t bits = a->kernels->abs_max_bits(acc, (size_t)values->shape.dim);
+  return bits >= KVEDGE_NOT_FINITE || kvedge_float_of_bits(bits) < LEAST_SUM;
 }
 
 /* Plans the call for one row of one query head: its KV head is the only one of the view. */
@@ -137,19 +141,10 @@ static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_at
                       .lse = a->lse ? a->lse + at : NULL,
                       .log_sums = a->log_sums ? a->log_sums + at : NULL,
                       .options = &options};
-  const int kv_head = head / a->heads_per_kv_head;
   r.view.num_kv_heads = 1;
-  for (int s = 0; s < SIDES; s++) {
-    r.view.side[s].first_row += kv_head * r.view.side[s].head_stride;
-    r.view.side[s].first_scale += kv_head * r.view.side[s].scale_head_stride;
-  }
-  const ptrdiff_t channel = (ptrdiff_t)kv_head * r.view.side[KEYS].shape.dim;
-  if (r.view.key_offset) r.view.key_offset += channel;
-  if (r.view.key_scale) r.view.key_scale += channel;
-  if (options.sink_logits) options.sink_logits += head;
-  if (options.alibi_slopes) options.alibi_slopes += head;
-  if (options.mask) options.mask += head * options.mask_strides[0] + row * options.mask_strides[1];
-  if (options.bias) options.bias += head * options.bias_strides[0] + row * options.bias_strides[1];
+  kvedge_move_kv_heads(&r.view, head / a->heads_per_kv_head);
+  kvedge_move_heads(&options, head);
+  kvedge_move_masks(&options, 0, row, 0);
   kvedge_attention_plan(one, &r, 0, 1);
   one->is_refit = one->query_stays = 1;
 }
@@ -173,13 +168,15 @@ static float largest_seen(const kvedge_attention *one, int s) {
   return largest;
 }
 
-static void refit(const kvedge_attention *a, int64_t row, int head, kvedge_workspace *w) {
-  kvedge_attention *one = (kvedge_attention *)a->refit;
+static void refit(const kvedge_attention *a, int64_t row, int head, char *room, kvedge_workspace *w) {
+  kvedge_attention *one = (kvedge_attention *)room;
   plan_one(a, row, head, one);
   for (int s = 0; s < SIDES; s++)
     one->factor[s] = kvedge_normalizing_factor(one->view.side[s].bound = largest_seen(one, s));
-  if (one->factor[KEYS] == a->factor[KEYS] && one->factor[VALUES] == a->factor[VALUES]) return;
-  kvedge_attention_lay_out(one, a->refit, 1);
+  const int same = one->factor[KEYS] == a->factor[KEYS] && one->factor[VALUES] == a->factor[VALUES];
+  if (same && !a->view.bounds_unknown) return;
+  one->view.bounds_unknown = 0; /* what is too large for the factors now is hidden */
+  kvedge_attention_lay_out(one, room, 1);
   kvedge_prepare_queries(one);
   for (int slice = 0; slice < one->chunks_per_block; slice++) {
     kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, w, NULL);
@@ -187,7 +184,7 @@ static void refit(const kvedge_attention *a, int64_t row, int head, kvedge_works
   }
 }
 
-void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, kvedge_workspace *w) {
+void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, int refit_index, kvedge_workspace *w) {
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   const int heads = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
   kvedge_merge_slice(a, slice, slot);
@@ -199,14 +196,14 @@ void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, kvedge_works
     for (int head = 0; head < key_heads * heads; head++) {
       const size_t state = kvedge_query_index(a, head / heads) + (size_t)(r * heads + head % heads);
       if (!may_have_lost(a, &q, state, total.sum[state], total.acc + state * (size_t)a->acc_stride)) continue;
-      refit(a, block.first + r, head, w);
+      refit(a, block.first + r, head, a->refit + (size_t)refit_index * a->refit_bytes, w);
     }
 }
 
 void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
   KVEDGE_FLOAT_MODE;
   const int index = take_workspace(a);
-  kvedge_slice_collect(a, slice, slot, kvedge_workspace_at(a, index));
+  kvedge_slice_collect(a, slice, slot, 0, kvedge_workspace_at(a, index));
   give_back_workspace(a, index);
 }
 

@@ -41,7 +41,7 @@ static kvedge_status run_here(kvedge_attention *planned, int num_planned) {
       kvedge_slice next = {a, slice + 1};
       if (next.slice == num_slices(a)) next = (kvedge_slice){i + 1 < num_planned ? &planned[i + 1] : NULL, 0};
       kvedge_slice_run(a, slice, next, 0, kvedge_workspace_at(a, 0), NULL);
-      kvedge_slice_collect(a, slice, 0, kvedge_workspace_at(a, 0));
+      kvedge_slice_collect(a, slice, 0, 0, kvedge_workspace_at(a, 0));
     }
   }
   kvedge_aligned_free(memory);
@@ -86,7 +86,7 @@ static void run_task(void *context, int task, int next, int slot, int thread, co
 static void collect_task(void *context, int task, int slot) {
   const tasks *all = context;
   const planned_tasks *of = &all->plans[all->plan_of[task]];
-  kvedge_slice_collect(of->attention, task - of->first_task, slot_of(all, of, task, slot), workspace_of(all, 0));
+  kvedge_slice_collect(of->attention, task - of->first_task, slot_of(all, of, task, slot), 0, workspace_of(all, 0));
 }
 
 /* Runs plans together; here alone where there is little work. */
@@ -96,7 +96,7 @@ static kvedge_status run_together(kvedge_attention *planned, int num_planned, in
   for (int i = 0; i < num_planned; i++) {
     work += work_of(&planned[i]);
     num_tasks += num_slices(&planned[i]);
-    is_masked |= planned[i].options.mask || planned[i].options.bias;
+    is_masked |= kvedge_has_mask(&planned[i].options);
   }
   if (num_threads == 0) num_threads = kvedge_get_num_threads();
   if (num_threads == 1 || num_tasks == 1 || work < planned->kernels->tuning.parallel_work)
@@ -257,7 +257,7 @@ static int call_of_sequence(const kvedge_layer *pool, int64_t block_size, const 
   if (!s->blocks || !s->query || !s->out || s->len < 1 || s->start < 0 || s->start > s->len) return 0;
   if (options) of->options = *options;
   else kvedge_attention_defaults(&of->options);
-  if (s->start && (of->options.mask || of->options.bias || of->options.start)) return 0;
+  if (s->start && (kvedge_has_mask(&of->options) || of->options.start)) return 0;
   if (s->start) of->options.start = s->start;
   of->part = (kvedge_part){.layer = pool, .num_tokens = s->len, .blocks = s->blocks, .block_size = block_size};
   *call = (kvedge_attention_call){.num_rows = s->num_rows,
@@ -274,7 +274,7 @@ kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, 
                                   int num_sequences, int num_heads, const kvedge_attention_options *options,
                                   int num_threads) {
   if (!pool || !kvedge_is_block_size(pool, block_size) || !sequences || num_sequences < 1) return KVEDGE_ERROR_ARGUMENT;
-  if (options && (options->mask || options->bias) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
+  if (options && kvedge_has_mask(options) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
   if (options && options->num_tokens) return KVEDGE_ERROR_ARGUMENT;
   sequence_part *parts = malloc((size_t)num_sequences * sizeof *parts);
   kvedge_attention_call *calls = malloc((size_t)num_sequences * sizeof *calls);

@@ -3,6 +3,7 @@
  *   attention.c the slices of kvedge.h: a call checked, its slices run and collected; rows that need factors of their own
  *   call.c      calls on threads of our own: kvedge_attend, several layers, sequences in the blocks of a pool
  *   parts.c     calls whose tokens lie in several layers; their results merged
+ *   rows.c      calls on keys and values in memory of others
  *   view.c      what attention sees of a cache, and which tokens query rows attend to
  *   plan.c      shapes, kernels and memory of a call
  *   query.c     query rows into the form that the kernels read
@@ -59,6 +60,7 @@ typedef struct {
   int64_t len;             /* tokens in all segments */
   int num_segments;        /* of runs each begins with one, and ends with one unless it is the last */
   const kvedge_segment *segments;
+  int bounds_unknown; /* those of the sides are guesses: rows that they do not hold for are attended to again */
 } kvedge_cache_view;
 
 /* Prepared queries of a query tile, each array in the order (KV head, query row, ...). */
@@ -120,7 +122,9 @@ struct kvedge_attention {
   float *partials; /* (num_slots + 1, partial_floats), the total last */
   char *skipping;  /* (num_slots, skipping_bytes), see skip.c; no bytes: all values are read */
   size_t skipping_bytes;
-  char *refit;        /* room for one row of one head, see attention.c */
+  char *refit; /* (num_refits, refit_bytes) room for one row of one head, see attention.c */
+  size_t refit_bytes;
+  int num_refits;     /* as many threads collect slices at once */
   int num_workspaces; /* 0 where a job has one for each of its threads, else as many as may be in use at once */
   char *workspaces;   /* (num_workspaces) see kvedge_workspace_at() */
   atomic_flag *busy;  /* (num_workspaces) which of them threads have taken */
@@ -223,6 +227,37 @@ static inline kvedge_request kvedge_dense_request(const kvedge_layer *layer, con
                           .options = options};
 }
 
+/* Is something added to the logits, or hidden by a mask, that the caller's memory has? */
+static inline int kvedge_has_bias(const kvedge_attention_options *o) { return o->bias || o->half_bias; }
+static inline int kvedge_has_mask(const kvedge_attention_options *o) { return o->mask || kvedge_has_bias(o); }
+
+/* Moves the mask and the bias by heads, rows and tokens. */
+static inline void kvedge_move_masks(kvedge_attention_options *o, int64_t head, int64_t row, int64_t token) {
+  if (o->mask) o->mask += head * o->mask_strides[0] + row * o->mask_strides[1] + token * o->mask_strides[2];
+  const int64_t bias = head * o->bias_strides[0] + row * o->bias_strides[1] + token * o->bias_strides[2];
+  if (o->bias) o->bias += bias;
+  if (o->half_bias) o->half_bias += bias;
+}
+
+/* Lets a call look at query heads from `head` on as its first ones; their KV heads are the view's to move. */
+static inline void kvedge_move_heads(kvedge_attention_options *o, int head) {
+  if (o->sink_logits) o->sink_logits += head;
+  if (o->alibi_slopes) o->alibi_slopes += head;
+  if (o->bias_factors) o->bias_factors += head;
+  kvedge_move_masks(o, head, 0, 0);
+}
+
+/* Lets a view begin with KV head `kv_head`. */
+static inline void kvedge_move_kv_heads(kvedge_cache_view *view, int kv_head) {
+  for (int s = 0; s < SIDES; s++) {
+    view->side[s].first_row += kv_head * view->side[s].head_stride;
+    view->side[s].first_scale += kv_head * view->side[s].scale_head_stride;
+  }
+  const ptrdiff_t channel = (ptrdiff_t)kv_head * view->side[KEYS].shape.dim;
+  if (view->key_offset) view->key_offset += channel;
+  if (view->key_scale) view->key_scale += channel;
+}
+
 /* attention.c: checks a request whose view has all tokens yet, also those before options->start. */
 kvedge_status kvedge_request_check(const kvedge_request *r);
 /* Lets a request, which has the rest, attend to a layer: its view, checked. `segment` is the
@@ -286,8 +321,8 @@ kvedge_workspace *kvedge_workspace_at(const kvedge_attention *a, int index);
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, kvedge_workspace *w,
                       const volatile int *stop);
 
-/* attention.c: as kvedge_attention_collect. */
-void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, kvedge_workspace *w);
+/* attention.c: as kvedge_attention_collect, with the refit-th room of the call's. */
+void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, int refit, kvedge_workspace *w);
 
 /* slice.c: logits of a call of one query row over all tokens, (num_heads, len). */
 void kvedge_all_logits(const kvedge_attention *a, float *logits);

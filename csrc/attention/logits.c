@@ -27,14 +27,22 @@ static void find_hiding(const kvedge_attention *a, int64_t row, int head, int64_
       h->mask = h->mask_room;
     }
   }
-  if (o->bias) {
-    const int64_t stride = o->bias_strides[2];
-    h->bias = o->bias + head * o->bias_strides[0] + row * o->bias_strides[1] + token * stride;
-    if (stride != 1) {
-      for (int t = 0; t < num_tokens; t++) h->bias_room[t] = h->bias[t * stride];
-      h->bias = h->bias_room;
-    }
+  if (!kvedge_has_bias(o)) return;
+  const int64_t stride = o->bias_strides[2];
+  const int64_t at = head * o->bias_strides[0] + row * o->bias_strides[1] + token * stride;
+  const float factor = o->bias_factors ? o->bias_factors[head] : 1.0f;
+  if (o->half_bias) {
+    const uint16_t *bias = o->half_bias + at;
+    uint16_t halves[KVEDGE_TILE];
+    for (int t = 0; stride != 1 && t < num_tokens; t++) halves[t] = bias[t * stride];
+    a->kernels->logits.widen_bias(stride == 1 ? bias : halves, num_tokens, factor, h->bias_room);
+    h->bias = h->bias_room;
+    return;
   }
+  h->bias = o->bias + at;
+  if (stride == 1 && factor == 1.0f) return;
+  for (int t = 0; t < num_tokens; t++) h->bias_room[t] = h->bias[t * stride] * factor;
+  h->bias = h->bias_room;
 }
 
 void kvedge_clear_hidden(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
@@ -50,7 +58,7 @@ void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int6
   const kvedge_logit_kernels *kernels = &a->kernels->logits;
   if (o->alibi_slopes)
     kernels->add_slope(logits, num_tokens, o->alibi_slopes[head], (float)(token - (a->first_position + row)));
-  if (o->mask || o->bias) {
+  if (kvedge_has_mask(o)) {
     hiding h;
     find_hiding(a, row, head, token, num_tokens, &h);
     if (h.bias) kernels->add_bias(logits, num_tokens, h.bias);
@@ -63,7 +71,7 @@ void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int6
 
 int kvedge_needs_masking(const kvedge_attention *a, const kvedge_row_block *block, const token_tile *tile) {
   const kvedge_attention_options *o = &a->options;
-  if (o->mask || o->bias || o->alibi_slopes) return 1;
+  if (kvedge_has_mask(o) || o->alibi_slopes) return 1;
   int64_t first = a->first_position + block->first, last = first + block->count - 1;
   int64_t end = tile->token + tile->num_tokens;
   if (o->causal && end - 1 > first) return 1;

@@ -89,8 +89,7 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
   kvedge_cut_view(&request->view, segments, start);
   const int64_t sinks = clamp(own->sink_tokens, KVEDGE_MOST_TOKENS); /* from the call's start on */
   own->sink_tokens = clamp(own->start + sinks - part->position - start, part->num_tokens - start);
-  if (own->mask) own->mask += part->position * own->mask_strides[2];
-  if (own->bias) own->bias += part->position * own->bias_strides[2];
+  kvedge_move_masks(own, 0, 0, part->position);
   own->start = start;
   return 1;
 }
@@ -113,7 +112,7 @@ int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, k
   kvedge_attention_options *own = options;
   *own = *call->options; /* whose start is behind all parts */
   own->num_tokens = own->start = 0;
-  own->mask = NULL, own->bias = NULL;
+  own->mask = NULL, own->bias = NULL, own->half_bias = NULL;
   *requests = (kvedge_request){.view = kvedge_layer_view(last->layer, NULL, *segments),
                                .num_heads = num_heads,
                                .num_rows = call->num_rows,

@@ -118,14 +118,13 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
   if (r->options) a->options = *r->options;
   else kvedge_attention_defaults(&a->options);
   kvedge_attention_options *o = &a->options;
-  if (o->mask) o->mask += row * o->mask_strides[1] + o->start * o->mask_strides[2];
-  if (o->bias) o->bias += row * o->bias_strides[1] + o->start * o->bias_strides[2];
+  kvedge_move_masks(o, 0, row, o->start);
   a->options.start = 0; /* the view begins there */
   if (isnan(a->options.scale)) a->options.scale = (float)(1.0 / sqrt(dim));
   /* A window that hides nothing is none, and sums with it stay in range. */
   if (a->options.window >= first_position + num_rows) a->options.window = 0;
   if (a->options.sink_tokens > view->len) a->options.sink_tokens = view->len;
-  a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || a->options.bias;
+  a->real_logits = a->options.softcap > 0.0f || a->options.alibi_slopes || kvedge_has_bias(&a->options);
   a->factor[KEYS] = a->factor[VALUES] = 1.0f;
 
   a->num_rows = num_rows;
@@ -145,6 +144,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
   if (a->planes == 0 && (dim <= TINY_ROW_CHANNELS || value_dim <= TINY_ROW_CHANNELS)) a->planes = 3;
   a->acc_stride = (value_dim + 15) / 16 * 16;
   a->partial_floats = kvedge_partial_floats(a);
+  a->num_refits = 1;
 }
 
 static size_t query_floats(const kvedge_attention *a) {
@@ -176,7 +176,10 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   a->partials = kvedge_take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
   a->skipping_bytes = kvedge_align(kvedge_skipping_bytes(a));
   a->skipping = kvedge_take(base, &used, (size_t)num_slots * a->skipping_bytes);
-  if (!a->is_refit) a->refit = kvedge_take(base, &used, refit_bytes(a));
+  if (!a->is_refit) {
+    a->refit_bytes = kvedge_align(refit_bytes(a));
+    a->refit = kvedge_take(base, &used, (size_t)a->num_refits * a->refit_bytes);
+  }
   a->busy = kvedge_take(base, &used, (size_t)a->num_workspaces * sizeof *a->busy);
   a->workspaces = kvedge_take(base, &used, (size_t)a->num_workspaces * kvedge_workspace_bytes());
   return used;

@@ -116,7 +116,7 @@ static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, i
   int64_t row = h->block->first + query_row / a->heads_per_kv_head, token = h->tile->token;
   mask_range seen = kvedge_mask_range(a, row, token, num_tokens);
   float attended[KVEDGE_TILE];
-  if (o->mask || o->bias) {
+  if (kvedge_has_mask(o)) {
     memcpy(attended, scale, (size_t)num_tokens * sizeof *scale);
     kvedge_clear_hidden(a, row, h->kv_head * a->heads_per_kv_head + query_row % a->heads_per_kv_head, token, num_tokens,
                         attended);
@@ -138,7 +138,7 @@ static void choose_planes(const kvedge_attention *a, const head_tile *h, const k
     for (int j = 0; j < h->count; j++) planes[j] = a->planes ? a->planes : 2;
     return;
   }
-  int alike = !h->masking || (!a->options.mask && !a->options.bias); /* do a row's heads see the same? */
+  int alike = !h->masking || !kvedge_has_mask(&a->options); /* do a row's heads see the same? */
   float largest = 0.0f;
   for (int i = 0, next; i < h->count; i = next) {
     next = i - (h->first + i) % a->heads_per_kv_head + a->heads_per_kv_head;

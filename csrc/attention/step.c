@@ -1,6 +1,8 @@
 /* One step of a slice: one tile of one KV head, or of several side by side, met by all their queries. Scores, softmax,
  * weighted sums.
  */
+#include <math.h>
+
 #include "attention/tile.h"
 
 /* Scores become logits where an option wants these, and hidden ones -INFINITY. */
@@ -16,17 +18,30 @@ static void finish_scores(const kvedge_attention *a, const head_tile *h, workspa
   }
 }
 
+/* Which of the query rows have scores that are not finite: keys are larger than their bound. */
+static void find_lost(const kvedge_attention *a, const head_tile *heads, int num, const workspace *w,
+                      uint8_t *is_lost) {
+  for (int i = 0; i < num * heads->count; i++) {
+    const float *row = w->scores + (heads->at + i) * KVEDGE_TILE;
+    is_lost[i] = a->kernels->abs_max_bits(row, (size_t)heads->tile->num_tokens) >= KVEDGE_NOT_FINITE;
+  }
+}
+
 /* ---- A step: one tile of one KV head, or of several ------------------------------------------ */
 
 /* Probabilities of `num` head tiles, in the workspace; maxima and sums go along. */
 static void take_probabilities(const kvedge_attention *a, const head_tile *heads, int num, int batch,
                                kvedge_partial *partial, workspace *w) {
+  uint8_t is_lost[KVEDGE_QUERY_ROWS];
   if (!batch || !kvedge_scores_of_batch(a, heads, w))
     for (int j = 0; j < num; j++) kvedge_head_scores(a, &heads[j], w);
+  if (a->view.bounds_unknown) find_lost(a, heads, num, w, is_lost);
   for (int j = 0; j < num && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
   const size_t index = kvedge_index_of(a, &heads[0]);
   a->kernels->softmax(w->scores, num * heads->count, heads->tile->num_tokens, w->queries.log2_scale + index,
                       partial->max + index, partial->sum + index, w->rescale);
+  for (int i = 0; a->view.bounds_unknown && i < num * heads->count; i++)
+    if (is_lost[i]) partial->sum[index + (size_t)i] = NAN; /* so that the row is attended to again (attention.c) */
 }
 
 void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,

@@ -200,6 +200,8 @@ typedef struct {
   void (*add_slope)(float *logits, int n, float slope, float first);
   /* logits[t] += bias[t], finite; -INFINITY where bias[t] is */
   void (*add_bias)(float *logits, int n, const float *bias);
+  /* out[t] = bias[t] * factor, of halves; -INFINITY where bias[t] is, for factors above 0 */
+  void (*widen_bias)(const uint16_t *bias, int n, float factor, float *out);
   /* row[t] = instead where mask[t] is 0 or bias[t] is -INFINITY; NULL: nowhere */
   void (*hide)(float *row, int n, const uint8_t *mask, const float *bias, float instead);
 } kvedge_logit_kernels;

@@ -24,21 +24,27 @@
  * Codes are counted from 0 on; what the middle code adds, the sum of all numbers, is taken off
  * in floats. Numbers have 15 bits and a sign. The unit of a query's is one for as many runs as
  * have steps of about the same size, so that no run waits for a maximum; weights of 64 tokens
- * have one. Where that is not enough (three planes) codes become floats.
+ * have one, or of 32 where that does (by_32). Where it is not enough (three planes) codes become floats.
  */
 #include "kernels/kivi_portable.h"
 
 enum {
-  SUMS_OF_LANES = 8, /* vectors of sums at a time */
-  UNIT_TOKENS = 64,  /* whose weights have one unit */
-  UNITS = KVEDGE_TILE / UNIT_TOKENS,
-  CHANNELS_OF_8_BITS = 256, /* whose products add up in 32 bits: x 255 x 32767 */
+  SUMS_OF_LANES = 8,         /* vectors of sums at a time */
+  UNITS = KVEDGE_TILE / RUN, /* of a tile's weights, at most */
+  CHANNELS_OF_8_BITS = 256,  /* whose products add up in 32 bits: x 255 x 32767 */
   VECTORS_OF_16 = 16 / FLOATS,
 };
 
 #define NUMBER_MAX 32635.0f /* of a query: a little below what fits, because products round */
 #define WEIGHT_NUMBER_MAX 32766.0f
 #define NUMBER_NOTHING 1e-30f
+
+/* A function for each of 2, 4 and 8 bits, and 1 to RUN_QUERIES queries, and a table of them by bits / 4. */
+#define FOR_QUERIES(function, bits) function(bits, 1) function(bits, 2) function(bits, 3) function(bits, 4)
+#define FOR_BITS_AND_QUERIES(function) FOR_QUERIES(function, 2) FOR_QUERIES(function, 4) FOR_QUERIES(function, 8)
+#define BY_QUERIES_OF(verb, bits)                                                                                      \
+  {verb##_1_of_##bits##_bits, verb##_2_of_##bits##_bits, verb##_3_of_##bits##_bits, verb##_4_of_##bits##_bits}
+#define TABLE_BY_BITS(verb) BY_QUERIES_OF(verb, 2), BY_QUERIES_OF(verb, 4), BY_QUERIES_OF(verb, 8)
 
 /* Vectors of lanes that are worked on together. */
 KVEDGE_INLINE int vectors_for(const int count) { return count <= SUMS_OF_LANES / 4 ? 4 : 2; }
@@ -48,7 +54,7 @@ typedef lane_sum lane_sums[RUN_QUERIES][4];
 
 /* sum += the products of all words of FLOATS * vectors lanes, of one vector the first `left`,
  * with the numbers of `count` queries, `stride` from one to the next. (`count` and `vectors`:
- * constants where this is inlined. `bits` is one where it is 4.) */
+ * constants where this is inlined, as is `bits`.) */
 KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *numbers, ptrdiff_t stride,
                                   const int bits, const int count, const int vectors, lane_sums sum) {
   const uint8_t *from = w->words;
@@ -73,12 +79,8 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *
     }                                                                                                                  \
     numbers += 2;                                                                                                      \
   }
-    if (__builtin_constant_p(bits)) {
-      MULTIPLY_CODES(0) MULTIPLY_CODES(0) MULTIPLY_CODES(0)
-    } else {
-#pragma GCC unroll 1
-      for (int k = 1; k < 16 / bits; k++) MULTIPLY_CODES(0)
-    }
+#pragma GCC unroll 8
+    for (int k = 1; k < 16 / bits; k++) MULTIPLY_CODES(0)
     MULTIPLY_CODES(1)
 #undef MULTIPLY_CODES
     next += (uintptr_t)w->stride, again += (uintptr_t)w->stride;
@@ -167,18 +169,10 @@ KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int 
   }
 }
 
-/* Of 4 bits for up to four queries, of any for up to two. */
-#define SCORE_RUNS(name, count, bits)                                                                                  \
-  static RUN_FUNCTION void score_pairs_##name(const run_scoring *s) { score_pairs(s, count, bits); }
-SCORE_RUNS(1, 1, 4)
-SCORE_RUNS(2, 2, 4)
-SCORE_RUNS(3, 3, 4)
-SCORE_RUNS(4, 4, 4)
-SCORE_RUNS(1_of_any, 1, s->keys->bits)
-SCORE_RUNS(2_of_any, 2, s->keys->bits)
+#define SCORE_RUNS(bits, count)                                                                                        \
+  static RUN_FUNCTION void score_##count##_of_##bits##_bits(const run_scoring *s) { score_pairs(s, count, bits); }
+FOR_BITS_AND_QUERIES(SCORE_RUNS)
 #undef SCORE_RUNS
-
-static int most_queries(int bits) { return bits == 4 ? RUN_QUERIES : 2; }
 
 /* Units of the numbers of `q` times the largest steps; returns whether 15 bits of some move a logit too far. */
 static int choose_units(const kvedge_query *q, int padded, const uint16_t *steps, float *unit) {
@@ -213,33 +207,41 @@ static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile
       scores_in_floats(q, keys, scores, accumulate); /* of the whole tile: it is rare */
       return;
     }
-    for (int n, most = most_queries(keys->bits), first = 0; first < q->num_queries; first += n) {
-      n = q->num_queries - first < most ? q->num_queries - first : most;
+    for (int n, first = 0; first < q->num_queries; first += n) {
+      n = q->num_queries - first < RUN_QUERIES ? q->num_queries - first : RUN_QUERIES;
       for (int i = 0; i < n; i++) {
         const floats inverse = all_floats(1.0f / unit[first + i]);
         for (int d = 0; d < s.padded; d += FLOATS)
           store_floats(x[i] + d, multiply_floats(load_floats(q->values + (first + i) * q->stride + d), inverse));
       }
       s.unit = unit + first, s.scores = scores + first * KVEDGE_TILE;
-      static void (*const of[2][RUN_QUERIES])(const run_scoring *) = {
-          {score_pairs_1_of_any, score_pairs_2_of_any},
-          {score_pairs_1, score_pairs_2, score_pairs_3, score_pairs_4}
-      };
-      of[keys->bits == 4][n - 1](&s);
+      static void (*const of[3][RUN_QUERIES])(const run_scoring *) = {TABLE_BY_BITS(score)};
+      of[keys->bits / 4][n - 1](&s);
     }
   }
 }
 
 /* ---- Weighted sums ---- */
 
-/* Numbers of a query's weights, p times steps, the units of every UNIT_TOKENS of them, and what
- * is the same for all channels. (`bits`: a constant where this is inlined, or 2 and 8 are told
- * apart.) */
-KVEDGE_INLINE float encode_weights_of_run(const float *p, const step_columns *columns, int tokens, const int bits,
-                                          int16_t *numbers, float unit[UNITS]) {
+static void read_columns_of_pairs(const kvedge_tile *values, int g, step_columns *to) {
+  const floats most = all_floats((float)(1 << (values->bits - 1)));
+  for (int r = 0; r < num_runs(values); r++) {
+    const run_arrays run = run_of_tile(values, r, 1).arrays;
+    for (int t = 0; t < RUN; t += FLOATS) {
+      const floats steps = load_halves(run.steps + g * RUN + t), lows = load_halves(run.lows + g * RUN + t);
+      store_floats(to->steps + r * RUN + t, steps);
+      store_floats(to->middles + r * RUN + t, multiply_add_floats(steps, most, lows));
+    }
+  }
+}
+
+/* Numbers of a query's weights, p times steps, the units of every `unit_tokens` of them, and what
+ * is the same for all channels. */
+static RUN_FUNCTION float encode_weights_of_runs(const float *p, const step_columns *columns, int tokens,
+                                                 int unit_tokens, int bits, int16_t *numbers, float unit[UNITS]) {
   floats added = zero_floats();
-  for (int first = 0, u = 0; first < tokens; first += UNIT_TOKENS, u++) {
-    const int stop = tokens - first < UNIT_TOKENS ? tokens : first + UNIT_TOKENS;
+  for (int first = 0, u = 0; first < tokens; first += unit_tokens, u++) {
+    const int stop = tokens - first < unit_tokens ? tokens : first + unit_tokens;
     floats most = zero_floats();
     for (int t = first; t < stop; t += FLOATS) {
       const floats weights = load_floats(p + t);
@@ -248,8 +250,8 @@ KVEDGE_INLINE float encode_weights_of_run(const float *p, const step_columns *co
     }
     unit[u] = max_of_floats(most);
   }
-  for (int first = 0, u = 0; first < tokens; first += UNIT_TOKENS, u++) {
-    const int stop = tokens - first < UNIT_TOKENS ? tokens : first + UNIT_TOKENS;
+  for (int first = 0, u = 0; first < tokens; first += unit_tokens, u++) {
+    const int stop = tokens - first < unit_tokens ? tokens : first + unit_tokens;
     const floats factor = all_floats(unit[u] > NUMBER_NOTHING ? WEIGHT_NUMBER_MAX / unit[u] : 0.0f);
     integers total = zero_integers();
     unit[u] = unit[u] > NUMBER_NOTHING ? unit[u] / WEIGHT_NUMBER_MAX : 0.0f;
@@ -283,10 +285,10 @@ KVEDGE_INLINE void sum_lanes(const run_sums *w, int d, int left, const int count
       const floats before = whole ? load_floats(acc) : load_first_floats(acc, left);
       all[i][v] = multiply_add_floats(before, all_floats(w->rescale[i]), all_floats(constant[i]));
     }
-  for (int first = 0; first < runs; first += UNIT_TOKENS / RUN) {
+  for (int first = 0, u = 0; first < runs; first += w->unit_tokens / RUN, u++) {
     lane_sums sum;
     clear_sums(count, vectors, sum);
-    for (int r = first; r < runs && r < first + UNIT_TOKENS / RUN; r++) {
+    for (int r = first; r < runs && r < first + w->unit_tokens / RUN; r++) {
       const tile_run run = run_of_tile(w->values, r, 1);
       const lane_words at = words_of_run(w->values, r, &run.arrays, 1, 4 * (w->group * GROUP + d));
       multiply_words(&at, left, numbers[0] + r * RUN, KVEDGE_TILE, bits, count, vectors, sum);
@@ -295,8 +297,7 @@ KVEDGE_INLINE void sum_lanes(const run_sums *w, int d, int left, const int count
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++)
-        all[i][v] =
-            multiply_add_floats(floats_of_sum(sum[i][v]), all_floats(unit[i][first / (UNIT_TOKENS / RUN)]), all[i][v]);
+        all[i][v] = multiply_add_floats(floats_of_sum(sum[i][v]), all_floats(unit[i][u]), all[i][v]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -315,28 +316,21 @@ KVEDGE_INLINE void sum_pairs(const run_sums *w, const int count, const int bits)
   int left = w->values->dim - w->group * GROUP, d = 0;
   if (left > GROUP) left = GROUP;
   for (int i = 0; i < count; i++)
-    constant[i] = encode_weights_of_run(w->p[i], w->columns, num_runs(w->values) * RUN, bits, numbers[i], unit[i]);
+    constant[i] = encode_weights_of_runs(w->p[i], w->columns, num_runs(w->values) * RUN, w->unit_tokens, bits,
+                                         numbers[i], unit[i]);
   for (; left >= FLOATS * vectors; d += FLOATS * vectors, left -= FLOATS * vectors)
     sum_lanes(w, d, left, count, bits, vectors, numbers, unit, constant);
   for (; left > 0; d += FLOATS, left -= FLOATS) sum_lanes(w, d, left, count, bits, 1, numbers, unit, constant);
 }
 
-#define SUM_RUNS(name, count, bits)                                                                                    \
-  static RUN_FUNCTION void sum_pairs_##name(const run_sums *w) { sum_pairs(w, count, bits); }
-SUM_RUNS(1, 1, 4)
-SUM_RUNS(2, 2, 4)
-SUM_RUNS(3, 3, 4)
-SUM_RUNS(4, 4, 4)
-SUM_RUNS(1_of_any, 1, w->values->bits)
-SUM_RUNS(2_of_any, 2, w->values->bits)
+#define SUM_RUNS(bits, count)                                                                                          \
+  static RUN_FUNCTION void sum_##count##_of_##bits##_bits(const run_sums *w) { sum_pairs(w, count, bits); }
+FOR_BITS_AND_QUERIES(SUM_RUNS)
 #undef SUM_RUNS
 
 static void KVEDGE_NAME(weighted_sum_of_runs)(const kvedge_probabilities *p, const kvedge_tile *values,
                                               const kvedge_accumulators *to) {
-  static run_sum_function *const of[2][RUN_QUERIES] = {
-      {sum_pairs_1_of_any, sum_pairs_2_of_any},
-      {sum_pairs_1, sum_pairs_2, sum_pairs_3, sum_pairs_4}
-  };
-  if (p->planes == 3) weighted_sum_in_floats(p, values, to);
-  else sum_by_groups(p, values, to, read_columns, of[values->bits == 4], most_queries(values->bits));
+  static run_sum_function *const of[3][RUN_QUERIES] = {TABLE_BY_BITS(sum)};
+  if (p->planes == 3 && !p->by_32) weighted_sum_in_floats(p, values, to);
+  else sum_by_groups(p, values, to, read_columns_of_pairs, of[values->bits / 4], RUN_QUERIES);
 }

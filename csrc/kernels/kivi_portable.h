@@ -316,7 +316,8 @@ typedef struct {
   int group;
   const float *p[RUN_QUERIES]; /* in the order of the runs' tokens */
   const step_columns *columns;
-  float *acc; /* (count, stride), of the group */
+  int unit_tokens; /* whose weights have one unit, where they become integers of 16 bits: RUN, or twice as many */
+  float *acc;      /* (count, stride), of the group */
   ptrdiff_t stride;
   const float *rescale;
   char *scratch; /* working memory that is left */
@@ -340,6 +341,7 @@ KVEDGE_INLINE void sum_by_groups(const kvedge_probabilities *p, const kvedge_til
       run_sums w = {.values = values,
                     .group = g,
                     .columns = columns,
+                    .unit_tokens = p->planes == 3 ? RUN : 2 * RUN,
                     .scratch = scratch,
                     .acc = to->acc + i * to->stride + g * GROUP,
                     .stride = to->stride,

@@ -6,6 +6,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "formats/half.h"
 #include "system/bits.h"
 #include "kernels/kernels.h"
 #include "kernels/exp2.h"
@@ -61,6 +62,10 @@ static inline void add_bias_portable(float *restrict logits, int n, const float 
   }
 }
 
+static inline void widen_bias_portable(const uint16_t *restrict bias, int n, float factor, float *restrict out) {
+  for (int t = 0; t < n; t++) out[t] = kvedge_float_of_any_half(bias[t]) * factor;
+}
+
 static inline void hide_portable(float *restrict row, int n, const uint8_t *restrict mask, const float *restrict bias,
                                  float instead) {
   if (mask)
@@ -69,6 +74,7 @@ static inline void hide_portable(float *restrict row, int n, const uint8_t *rest
     for (int t = 0; t < n; t++) row[t] = bias[t] < -FLT_MAX ? instead : row[t];
 }
 
-#define KVEDGE_LOGIT_KERNELS {to_logits_portable, add_slope_portable, add_bias_portable, hide_portable}
+#define KVEDGE_LOGIT_KERNELS                                                                                           \
+  {to_logits_portable, add_slope_portable, add_bias_portable, widen_bias_portable, hide_portable}
 
 #endif

@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvedge import c_library
-from kvedge.cli import bench, doctor, evaluate, generate, info, interrupts, plan, ranks
+from kvedge.cli import (
+    bench,
+    doctor,
+    evaluate,
+    execute,
+    generate,
+    info,
+    interrupts,
+    plan,
+    ranks,
+)
 from kvedge.console import exits, streams
 from kvedge.console.help import HelpFormatter
 from kvedge.console.output import Output
@@ -19,7 +29,7 @@ from kvedge.console.terminal import plain_warnings, report
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
-_COMMANDS = (generate, info, doctor, plan, evaluate, bench)
+_COMMANDS = (generate, execute, info, doctor, plan, evaluate, bench)
 
 # Errors that say what is wrong with the user's input or machine; any other is a bug of ours.
 _EXPECTED = (KvedgeError, exits.CommandError, exits.UsageError, OSError, MemoryError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import kvedge
-from kvedge import system
+from kvedge import llama_cpp, system
 from kvedge.console.exits import OK
 from kvedge.console.output import Output, print_json
 from kvedge.console.packages import is_installed
@@ -104,6 +105,7 @@ def collect(output: Output, *, bandwidth: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "extras": {name: not missing for name, missing in extras.items()},
+        "llama_cpp": _llama_cpp(),
         "machine": asdict(here),
         "huge_page_share": memory.huge_page_share(),
         "read_bandwidth": measured,
@@ -118,6 +120,14 @@ def _measure(output: Output, num_cores: int) -> list[dict[str, Any]]:
     except MemoryError as error:
         output.note(f"the memory read bandwidth could not be measured: {error}")
         return []
+
+
+def _llama_cpp() -> dict[str, Any]:
+    """Tell what there is for a llama.cpp that attends with kvedge; nothing is loaded."""
+    version = None
+    if is_installed("llama_cpp"):
+        version = importlib.metadata.version("llama_cpp_python")
+    return {"library": llama_cpp.LIBRARY.is_file(), "llama_cpp_python": version}
 
 
 def _missing(modules: tuple[str, ...]) -> list[str]:
@@ -184,10 +194,19 @@ def _kvedge_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("sets compiled in", ", ".join(facts["isa_compiled"])),
         ("threads", str(facts["num_threads"])),
         ("extras installed", ", ".join(installed) or "none"),
+        ("llama.cpp", _llama_cpp_text(facts["llama_cpp"])),
         ("Python, NumPy", f"{facts['python']}, {facts['numpy']}"),
     ]
     rows += [(name, value) for name, value in facts["environment"].items()]
     return rows
+
+
+def _llama_cpp_text(found: Mapping[str, Any]) -> str:
+    if not found["library"]:
+        return "not built for it (Linux, with a C compiler)"
+    version = found["llama_cpp_python"]
+    beside = f"llama-cpp-python {version}: kvedge.llama_cpp.enable()" if version else ""
+    return "; ".join(filter(None, ["kvedge exec PROGRAM", beside]))
 
 
 def _machine_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

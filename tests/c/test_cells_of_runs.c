@@ -230,10 +230,12 @@ static void score_case(place at) {
 /* expected and allowed, both (num_queries, dim), of a weighing that has not yet begun */
 static void expect_weighing(const weighing *w, shape at, const run_tile *r) {
   const double units[] = {0, 0x1p-7, 0x1p-15, 0x1p-24}; /* of a weight, relative to the largest of its group */
+  const int planes = w->probabilities.planes, by_runs = planes == 3 && w->probabilities.by_32;
   for (int i = 0; i < at.num_queries; i++)
     for (int d = 0; d < at.dim; d++) {
       const double kept = (double)w->acc[i * w->to.stride + d] * w->rescale[i];
       double sum = kept, middles = 0.0, size = 0.0, codes = 0.0, largest = 0.0, added = 0.0; /* by the middle code */
+      double largest_of[KVEDGE_TILE / RUN + 1] = {0}, codes_of[KVEDGE_TILE / RUN + 1] = {0}, rounding = 0.0;
       for (int t = 0; t < at.num_tokens; t++) {
         const double p = w->p[i * KVEDGE_TILE + t];
         if (p == 0.0) continue;
@@ -241,10 +243,13 @@ static void expect_weighing(const weighing *w, shape at, const run_tile *r) {
         sum += p * (e.middle + e.step * e.code);
         middles += fabs(p * e.middle), size += fabs(p * e.step * e.code), codes += fabs(e.code);
         largest = fmax(largest, p * e.step), added += p * e.step * (1 << (bits - 1));
+        const int run = (r->tile.first + t) / RUN;
+        largest_of[run] = fmax(largest_of[run], p * e.step), codes_of[run] += fabs(e.code);
       }
+      for (int j = 0; by_runs && j <= KVEDGE_TILE / RUN; j++) rounding += units[2] * largest_of[j] * codes_of[j];
+      if (!by_runs) rounding = units[planes] * largest * codes;
       expected[i * at.dim + d] = sum;
-      allowed[i * at.dim + d] = (units[w->probabilities.planes] * largest + 0x1p-100) * codes +
-                                6e-7 * (size + middles + added) + 2e-7 * fabs(kept) + 1e-36;
+      allowed[i * at.dim + d] = rounding + 0x1p-100 * codes + 6e-7 * (size + middles + added) + 2e-7 * fabs(kept) + 1e-36;
     }
 }
 

@@ -142,7 +142,7 @@ MANUALS = [
 ]
 SOURCES = [
     path
-    for folder in ("kvedge", "csrc", "tests", "tools", "bench", "examples", ".")
+    for folder in ("kvedge", "csrc", "integrations", "tests", "tools", "bench", "examples", ".")
     for path in (ROOT / folder).glob("*" if folder == "." else "**/*")
     if path.suffix in {".py", ".pyx", ".pxi", ".pxd", ".c", ".h", ".sh", ".toml", ".yml", ".cpp"}
     or path.name in {"Makefile", "CMakeLists.txt"}

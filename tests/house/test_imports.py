@@ -32,7 +32,7 @@ ORDER = [
     ["kvedge.old_pickles"],
     ["kvedge"],  # the public names
     ["kvedge.distributed"],
-    ["kvedge.llama"],
+    ["kvedge.llama", "kvedge.llama_cpp"],
     ["kvedge.transformers"],
     ["kvedge.evaluation"],
     ["kvedge.console"],

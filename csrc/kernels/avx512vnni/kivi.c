@@ -229,20 +229,25 @@ KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int p
   }
 }
 
-/* Of 4 bits with two planes for up to four queries; of any bits with three for up to two. */
-#define SCORE_RUNS(count, planes, bits)                                                                                \
-  static __attribute__((noinline)) void score_runs_##count##_##planes(const run_scoring *s) {                          \
-    score_runs(s, count, planes, bits);                                                                                \
-  }
-SCORE_RUNS(1, 2, 4)
-SCORE_RUNS(2, 2, 4)
-SCORE_RUNS(3, 2, 4)
-SCORE_RUNS(4, 2, 4)
-SCORE_RUNS(1, 3, s->keys->bits)
-SCORE_RUNS(2, 3, s->keys->bits)
+/* Of 4 and 8 bits with two planes for up to four queries; of any bits with three for up to two. */
+#define SCORE_RUNS(name, count, planes, bits)                                                                          \
+  static __attribute__((noinline)) void score_runs_##name(const run_scoring *s) { score_runs(s, count, planes, bits); }
+SCORE_RUNS(1, 1, 2, 4)
+SCORE_RUNS(2, 2, 2, 4)
+SCORE_RUNS(3, 3, 2, 4)
+SCORE_RUNS(4, 4, 2, 4)
+SCORE_RUNS(1_of_bytes, 1, 2, 8)
+SCORE_RUNS(2_of_bytes, 2, 2, 8)
+SCORE_RUNS(3_of_bytes, 3, 2, 8)
+SCORE_RUNS(4_of_bytes, 4, 2, 8)
+SCORE_RUNS(1_of_any, 1, 3, s->keys->bits)
+SCORE_RUNS(2_of_any, 2, 3, s->keys->bits)
 #undef SCORE_RUNS
 
 static int most_queries(int planes) { return planes == 2 ? RUN_QUERIES : 2; }
+
+/* The row of a table of functions: of any bits, or with two planes of 4 or of 8. */
+static int kind_of(int planes, int bits) { return planes == 3 ? 0 : bits / 4; }
 
 /* The largest products of `count` queries, 1 to 4, with steps. (`count`: a constant where this is inlined.) */
 KVEDGE_INLINE void largest_products(const float *x, ptrdiff_t stride, const int count, int padded,
@@ -271,7 +276,7 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
   run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
   for (s.first_run = 0; s.first_run < num_runs(keys); s.first_run = s.stop_run) {
     s.stop_run = runs_alike(keys, s.first_run, steps);
-    int i = 0, planes = keys->bits == 4 && q->planes < 3 ? 2 : 3;
+    int i = 0, planes = keys->bits > 2 && q->planes < 3 ? 2 : 3;
 #define LARGEST(count) largest_products(q->values + i * q->stride, q->stride, count, s.padded, steps, unit + i)
     BY_FOURS(q->num_queries, LARGEST)
 #undef LARGEST
@@ -294,11 +299,12 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
           _mm512_storeu_ps(x[j] + d, _mm512_mul_ps(_mm512_loadu_ps(q->values + (first + j) * q->stride + d), inverse));
       }
       s.unit = unit + first, s.scores = scores + first * KVEDGE_TILE;
-      static void (*const of[2][RUN_QUERIES])(const run_scoring *) = {
-          {score_runs_1_2, score_runs_2_2, score_runs_3_2, score_runs_4_2},
-          {score_runs_1_3, score_runs_2_3}
+      static void (*const of[3][RUN_QUERIES])(const run_scoring *) = {
+          {score_runs_1_of_any, score_runs_2_of_any},
+          {score_runs_1, score_runs_2, score_runs_3, score_runs_4},
+          {score_runs_1_of_bytes, score_runs_2_of_bytes, score_runs_3_of_bytes, score_runs_4_of_bytes}
       };
-      of[planes == 3][n - 1](&s);
+      of[kind_of(planes, keys->bits)][n - 1](&s);
     }
   }
 }
@@ -417,26 +423,29 @@ KVEDGE_INLINE void sum_runs(const run_sums *w, const int count, const int planes
 #undef SUM_LANES
 }
 
-#define SUM_RUNS(count, planes, bits, most)                                                                            \
-  static __attribute__((noinline)) void sum_runs_##count##_##planes(const run_sums *w) {                               \
-    sum_runs(w, count, planes, bits, most);                                                                            \
-  }
-SUM_RUNS(1, 2, 4, 4)
-SUM_RUNS(2, 2, 4, 2)
-SUM_RUNS(3, 2, 4, 2)
-SUM_RUNS(4, 2, 4, 2)
-SUM_RUNS(1, 3, w->values->bits, 2)
-SUM_RUNS(2, 3, w->values->bits, 2)
+#define SUM_RUNS(name, count, planes, bits, most)                                                                      \
+  static __attribute__((noinline)) void sum_runs_##name(const run_sums *w) { sum_runs(w, count, planes, bits, most); }
+SUM_RUNS(1, 1, 2, 4, 4)
+SUM_RUNS(2, 2, 2, 4, 2)
+SUM_RUNS(3, 3, 2, 4, 2)
+SUM_RUNS(4, 4, 2, 4, 2)
+SUM_RUNS(1_of_bytes, 1, 2, 8, 4)
+SUM_RUNS(2_of_bytes, 2, 2, 8, 2)
+SUM_RUNS(3_of_bytes, 3, 2, 8, 2)
+SUM_RUNS(4_of_bytes, 4, 2, 8, 2)
+SUM_RUNS(1_of_any, 1, 3, w->values->bits, 2)
+SUM_RUNS(2_of_any, 2, 3, w->values->bits, 2)
 #undef SUM_RUNS
 
 void weighted_sum_of_runs_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
                                      const kvedge_accumulators *to) {
-  static run_sum_function *const of[2][RUN_QUERIES] = {
-      {sum_runs_1_2, sum_runs_2_2, sum_runs_3_2, sum_runs_4_2},
-      {sum_runs_1_3, sum_runs_2_3}
+  static run_sum_function *const of[3][RUN_QUERIES] = {
+      {sum_runs_1_of_any, sum_runs_2_of_any},
+      {sum_runs_1, sum_runs_2, sum_runs_3, sum_runs_4},
+      {sum_runs_1_of_bytes, sum_runs_2_of_bytes, sum_runs_3_of_bytes, sum_runs_4_of_bytes}
   };
-  const int planes = values->bits == 4 && p->planes < 3 ? 2 : 3;
-  sum_by_groups(p, values, to, read_columns_of_runs, of[planes == 3], most_queries(planes));
+  const int planes = values->bits > 2 && p->planes < 3 ? 2 : 3;
+  sum_by_groups(p, values, to, read_columns_of_runs, of[kind_of(planes, values->bits)], most_queries(planes));
 }
 
 KVEDGE_TARGET_END

@@ -1,0 +1,17 @@
+/* How many nodes were taken and left, over the process. */
+#include "internal.h"
+
+static atomic_long counts[NUM_REASONS];
+
+void count(reason why, long num) { atomic_fetch_add_explicit(&counts[why], num, memory_order_relaxed); }
+long counted(reason why) { return atomic_load_explicit(&counts[why], memory_order_relaxed); }
+
+const char *name_of_reason(reason why) {
+  static const char *const names[NUM_REASONS] = {"taken",
+                                                 "too few cells to gain",
+                                                 "a type of keys or values that is not read in place",
+                                                 "strides or widths that are not known",
+                                                 "the backend was computing another graph",
+                                                 "fell back to ggml's kernel"};
+  return names[why];
+}

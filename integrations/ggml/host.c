@@ -1,0 +1,464 @@
+/* A ggml that is loaded: found, checked, tried on a tiny graph, and taken over.
+ *
+ * What is taken over is one slot of its CPU device, init_backend: CPU backends made from then on are ggml's own, with
+ * another graph_compute, which lets attention nodes run on kvedge and all else as ever. The scheduler, threadpools, abort
+ * callbacks and "flash attention: auto" see nothing of it.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+#include "kvedge_ggml.h"
+
+enum { MOST_HOSTS = 8 };
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
+static host hosts[MOST_HOSTS];
+static int num_hosts;
+static state *states;
+static atomic_int is_enabled;
+
+/* ---- Backends that kvedge looks at ---------------------------------------------------------------- */
+
+state *state_of(backend *b) {
+  pthread_mutex_lock(&lock);
+  state *s = states;
+  while (s && s->of_backend != b) s = s->following;
+  pthread_mutex_unlock(&lock);
+  return s;
+}
+
+static void free_hooked(backend *b) {
+  pthread_mutex_lock(&lock);
+  state **at = &states;
+  while (*at && (*at)->of_backend != b) at = &(*at)->following;
+  state *s = *at;
+  if (s) *at = s->following;
+  pthread_mutex_unlock(&lock);
+  if (!s) return; /* not possible: the slot was set with the state */
+  void (*own)(backend *) = s->free;
+  if (s->helper) s->of->f.ggml_backend_free(s->helper);
+  for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) forget_masks(&s->masks[i]);
+  free(s->jobs), free(s->memory), free(s->calls), free(s->options), free(s->segments), free(s->slopes), free(s);
+  own(b);
+}
+
+/* Lets the attention nodes of a graph run on kvedge; returns how many. */
+static int replace_nodes(state *s, graph *g) {
+  const host *h = s->of;
+  const int num_nodes = h->f.ggml_graph_n_nodes(g);
+  int num = 0;
+  for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) s->masks[i].mask = NULL; /* those of the last graph */
+  for (int i = 0; i < num_nodes; i++) {
+    tensor *node = h->f.ggml_graph_node(g, i);
+    if (node->op != h->op_attention) continue;
+    const reason why = serves(node, s->takes_all);
+    if (why != TAKEN) {
+      count(why, 1);
+      continue;
+    }
+    if (!grow(&s->jobs, &s->room_jobs, num + 1, sizeof *s->jobs)) break;
+    s->jobs[num++] = (job){.of = s, .node = node};
+  }
+  for (int i = 0; i < num; i++) { /* once the jobs stay where they are */
+    job *j = &s->jobs[i];
+    const custom_params params = {run_node, N_TASKS_MAX, j};
+    memcpy(j->params, j->node->op_params, sizeof j->params);
+    memset(j->node->op_params, 0, sizeof j->params);
+    memcpy(j->node->op_params, &params, sizeof params);
+    j->node->op = h->op_custom;
+  }
+  return num;
+}
+
+static void restore_node(const job *j) {
+  j->node->op = j->of->of->op_attention;
+  memcpy(j->node->op_params, j->params, sizeof j->params);
+}
+
+static int compute_hooked(backend *b, graph *g) {
+  state *s = state_of(b);
+  if (!s) return -1; /* not possible */
+  if (!atomic_load(&is_enabled) && !s->takes_all) return s->compute(b, g);
+  if (atomic_flag_test_and_set(&s->is_busy)) {
+    count(LEFT_BUSY, 1);
+    return s->compute(b, g);
+  }
+  const int num = replace_nodes(s, g);
+  const int status = s->compute(b, g);
+  for (int i = 0; i < num; i++) restore_node(&s->jobs[i]);
+  atomic_flag_clear(&s->is_busy);
+  return status;
+}
+
+static state *hook(host *h, backend *b) {
+  state *s = calloc(1, sizeof *s);
+  if (!s) return NULL;
+  void **words = backend_words(b);
+  s->of = h, s->of_backend = b;
+  atomic_flag_clear(&s->is_busy);
+  memcpy(&s->free, &words[h->at_free], sizeof s->free);
+  memcpy(&s->compute, &words[h->at_compute], sizeof s->compute);
+  pthread_mutex_lock(&lock);
+  s->following = states;
+  states = s;
+  pthread_mutex_unlock(&lock);
+  int (*const compute)(backend *, graph *) = compute_hooked;
+  void (*const release)(backend *) = free_hooked;
+  memcpy(&words[h->at_free], &release, sizeof release);
+  memcpy(&words[h->at_compute], &compute, sizeof compute);
+  return s;
+}
+
+static host *known_host(const device *cpu) {
+  pthread_mutex_lock(&lock);
+  host *found = NULL;
+  for (int i = 0; i < num_hosts; i++)
+    if (hosts[i].cpu == cpu) found = &hosts[i];
+  pthread_mutex_unlock(&lock);
+  return found;
+}
+
+backend *init_hooked(device *cpu, const char *params) {
+  host *h = known_host(cpu);
+  if (!h) return NULL; /* not possible: the slot is set once the host is known */
+  backend *b = h->init_backend(cpu, params);
+  if (b) hook(h, b);
+  return b;
+}
+
+void compute_by_ggml(state *s, job *j) {
+  const host *h = s->of;
+  const size_t bytes = h->f.ggml_graph_overhead() + 1024;
+  context *ctx = h->f.ggml_init((init_params){bytes, NULL, true});
+  graph *g = ctx ? h->f.ggml_new_graph(ctx) : NULL;
+  if (!s->helper) {
+    s->helper = h->init_backend(h->cpu, NULL);
+    void (*set_threads)(backend *, int) = NULL;
+    void *at =
+        h->f.ggml_backend_reg_get_proc_address(h->f.ggml_backend_dev_backend_reg(h->cpu), "ggml_backend_set_n_threads");
+    memcpy(&set_threads, &at, sizeof at);
+    if (s->helper && set_threads) set_threads(s->helper, 1);
+  }
+  restore_node(j);
+  if (g && s->helper) {
+    h->f.ggml_graph_add_node(g, j->node);
+    h->f.ggml_backend_graph_compute(s->helper, g);
+  }
+  if (ctx) h->f.ggml_free(ctx);
+  count(FELL_BACK, 1);
+}
+
+/* ---- Is this ggml as expected? -------------------------------------------------------------------- */
+
+#define EXPECT(condition, ...)                                                                                         \
+  do {                                                                                                                 \
+    if (!(condition)) {                                                                                                \
+      snprintf(why, why_bytes, __VA_ARGS__);                                                                           \
+      return 0;                                                                                                        \
+    }                                                                                                                  \
+  } while (0)
+
+static int find_functions(host *h, char *why, size_t why_bytes) {
+  void *at;
+#define FIND(result, name, arguments)                                                                                  \
+  EXPECT(at = dlsym(h->handle, #name), "this ggml has no function " #name);                                            \
+  memcpy(&h->f.name, &at, sizeof at);
+  GGML_FUNCTIONS(FIND)
+#undef FIND
+  const char *(*version)(void) = NULL;
+  if ((at = dlsym(h->handle, "ggml_version"))) memcpy(&version, &at, sizeof at);
+  snprintf(h->name, sizeof h->name, "ggml %s", version ? version() : "of an unknown version");
+  return 1;
+}
+
+/* Tensors of a tiny attention, in a context of theirs. */
+typedef struct {
+  context *ctx;
+  tensor *q, *k, *v, *mask, *out, *custom;
+  graph *g;
+} tiny;
+enum { TINY_DIM = 64, TINY_CELLS = 32, TINY_ROWS = 2, TINY_HEADS = 4, TINY_KV_HEADS = 2 };
+
+static tiny make_tiny(const ggml_functions *f, void *userdata) {
+  const size_t bytes =
+      ((size_t)TINY_DIM * 4 * (2 * TINY_CELLS * TINY_KV_HEADS + 4 * TINY_ROWS * TINY_HEADS) + (64 << 10));
+  tiny t = {.ctx = f->ggml_init((init_params){bytes + f->ggml_graph_overhead(), NULL, false})};
+  if (!t.ctx) return t;
+  t.q = f->ggml_new_tensor_4d(t.ctx, TYPE_F32, TINY_DIM, TINY_ROWS, TINY_HEADS, 1);
+  t.k = f->ggml_new_tensor_4d(t.ctx, TYPE_F16, TINY_DIM, TINY_CELLS, TINY_KV_HEADS, 1);
+  t.v = f->ggml_new_tensor_4d(t.ctx, TYPE_F16, TINY_DIM, TINY_CELLS, TINY_KV_HEADS, 1);
+  t.mask = f->ggml_new_tensor_4d(t.ctx, TYPE_F16, TINY_CELLS, 64, 1, 1);
+  t.out = f->ggml_flash_attn_ext(t.ctx, t.q, t.k, t.v, t.mask, 0.125f, 0.0f, 0.0f);
+  t.custom = f->ggml_custom_4d(t.ctx, TYPE_F32, 1, 2, 3, 4, &t.q, 1, run_node, N_TASKS_MAX, userdata);
+  t.g = f->ggml_new_graph(t.ctx);
+  f->ggml_build_forward_expand(t.g, t.out);
+  return t;
+}
+
+/* Are tensors laid out as in ggml_abi.h? */
+static int check_tensors(host *h, const tiny *t, const void *userdata, char *why, size_t why_bytes) {
+  const ggml_functions *f = &h->f;
+  enum { OVERHEAD = 32 }; /* of an object in a context */
+  EXPECT(t->ctx && t->q && t->k && t->v && t->mask && t->out && t->custom && t->g, "it makes no tensors");
+  EXPECT(f->ggml_tensor_overhead() >= sizeof(tensor) + OVERHEAD, "its tensors have %zu bytes",
+         f->ggml_tensor_overhead() - OVERHEAD);
+  const tensor *k = t->k, *out = t->out;
+  EXPECT(k->type == TYPE_F16 && k->ne[0] == TINY_DIM && k->ne[1] == TINY_CELLS && k->ne[2] == TINY_KV_HEADS &&
+             k->ne[3] == 1 && k->nb[0] == 2 && k->nb[1] == TINY_DIM * 2 && k->nb[2] == TINY_DIM * 2 * TINY_CELLS &&
+             k->data && k->op == 0 && !k->src[0],
+         "its tensors are laid out in another way");
+  float params[3];
+  memcpy(params, out->op_params, sizeof params);
+  EXPECT(out->src[0] == t->q && out->src[1] == t->k && out->src[2] == t->v && out->src[3] == t->mask && !out->src[4] &&
+             out->type == TYPE_F32 && out->ne[0] == TINY_DIM && out->ne[1] == TINY_HEADS && out->ne[2] == TINY_ROWS &&
+             out->nb[2] == TINY_DIM * 4 * TINY_HEADS && params[0] == 0.125f && params[1] == 0.0f && params[2] == 0.0f,
+         "its attention nodes are laid out in another way");
+  h->op_attention = out->op, h->op_custom = t->custom->op;
+  EXPECT(strcmp(f->ggml_op_name(h->op_attention), "FLASH_ATTN_EXT") == 0 &&
+             strcmp(f->ggml_op_name(h->op_custom), "CUSTOM") == 0,
+         "its operations have other names");
+  custom_params custom;
+  memcpy(&custom, t->custom->op_params, sizeof custom);
+  EXPECT(custom.fun == run_node && custom.n_tasks == N_TASKS_MAX && custom.userdata == userdata,
+         "its custom nodes are laid out in another way");
+  const struct {
+    int type;
+    const char *name;
+  } types[] = {
+      {TYPE_F32,  "f32" },
+      {TYPE_F16,  "f16" },
+      {TYPE_BF16, "bf16"}
+  };
+  for (int i = 0; i < 3; i++)
+    EXPECT(strcmp(f->ggml_type_name(types[i].type), types[i].name) == 0, "its types have other numbers");
+  EXPECT(f->ggml_graph_n_nodes(t->g) == 1 && f->ggml_graph_node(t->g, 0) == t->out, "its graphs are other ones");
+  return 1;
+}
+
+/* Is the memory writable? */
+static int is_writable(const void *at) {
+  FILE *maps = fopen("/proc/self/maps", "r");
+  if (!maps) return 0;
+  char line[512];
+  int found = 0;
+  while (!found && fgets(line, sizeof line, maps)) {
+    unsigned long first, stop;
+    char mode[5];
+    if (sscanf(line, "%lx-%lx %4s", &first, &stop, mode) != 3) continue;
+    if ((uintptr_t)at >= first && (uintptr_t)at < stop) found = mode[1] == 'w' ? 1 : -1;
+  }
+  fclose(maps);
+  return found == 1;
+}
+
+static int check_device(host *h, char *why, size_t why_bytes) {
+  const ggml_functions *f = &h->f;
+  device *d = h->cpu;
+  reg *of = f->ggml_backend_dev_backend_reg(d);
+  EXPECT(of && f->ggml_backend_dev_type(d) == DEVICE_TYPE_CPU, "its device is no CPU");
+  EXPECT(of->api_version >= OLDEST_API && of->api_version <= NEWEST_API,
+         "its backends have version %d, and %d to %d are known", of->api_version, OLDEST_API, NEWEST_API);
+  EXPECT(of == d->of && d->get_type(d) == DEVICE_TYPE_CPU && d->get_name(d) == f->ggml_backend_dev_name(d),
+         "its devices are laid out in another way");
+  EXPECT(is_writable(&d->init_backend), "its devices are constant");
+  return 1;
+}
+
+/* Finds the slots of a CPU backend: name, free, some that are empty, graph_plan_create, _free, an empty one, _compute,
+ * graph_compute. */
+static int find_slots(host *h, backend *b, char *why, size_t why_bytes) {
+  void **words = backend_words(b);
+  int device_at = 0;
+  for (int i = BACKEND_FREE + 1; i < BACKEND_MOST_WORDS && !device_at; i++)
+    if (words[i] == h->cpu) device_at = i;
+  EXPECT(device_at, "its backends are laid out in another way");
+  int full[8], num = 0;
+  for (int i = 1; i < device_at; i++)
+    if (words[i] && num < 8) full[num++] = i;
+  EXPECT(num == 6 && full[0] == BACKEND_GET_NAME && full[1] == BACKEND_FREE && full[3] == full[2] + 1 &&
+             full[4] == full[3] + 2 && full[5] == full[4] + 1,
+         "its CPU backends have other functions");
+  h->at_free = full[1], h->at_compute = full[5], h->at_device = device_at;
+  const char *(*get_name)(backend *);
+  memcpy(&get_name, &words[BACKEND_GET_NAME], sizeof get_name);
+  EXPECT(get_name(b) == h->f.ggml_backend_name(b), "its backends are laid out in another way");
+  return 1;
+}
+
+/* The same tiny attention by ggml and by kvedge. */
+static int try_out(host *h, const tiny *t, backend *b, char *why, size_t why_bytes) {
+  uint16_t *halves[] = {t->k->data, t->v->data}, *mask = t->mask->data;
+  float *q = t->q->data, expected[TINY_DIM * TINY_HEADS * TINY_ROWS];
+  for (int i = 0; i < TINY_DIM * TINY_ROWS * TINY_HEADS; i++) q[i] = (float)(i * 37 % 64) / 32.0f - 1.0f;
+  for (int s = 0; s < 2; s++)
+    for (int i = 0; i < TINY_DIM * TINY_CELLS * TINY_KV_HEADS; i++) /* -2..2 */
+      halves[s][i] = (uint16_t)((i * (29 + 2 * s) % 2 << 15) | (0x3800 + i * (41 + 4 * s) % 0x800));
+  for (int row = 0; row < 64; row++)
+    for (int i = 0; i < TINY_CELLS; i++) mask[row * TINY_CELLS + i] = i < TINY_CELLS - 8 + row ? 0 : 0xfc00;
+  EXPECT(h->f.ggml_backend_graph_compute(b, t->g) == STATUS_SUCCESS, "it cannot compute");
+  memcpy(expected, t->out->data, sizeof expected);
+  memset(t->out->data, 0xff, sizeof expected);
+  state *s = hook(h, b);
+  EXPECT(s, "there is no memory");
+  s->takes_all = 1;
+  const long taken = counted(TAKEN);
+  const int status = h->f.ggml_backend_graph_compute(b, t->g);
+  EXPECT(status == STATUS_SUCCESS && counted(TAKEN) == taken + 1, "its CPU backend cannot be made to call kvedge");
+  count(TAKEN, -1);
+  EXPECT(t->out->op == h->op_attention, "its graphs are other ones");
+  const float *out = t->out->data;
+  for (size_t i = 0; i < sizeof expected / sizeof *expected; i++)
+    EXPECT(fabsf(out[i] - expected[i]) < 4e-3f, "kvedge computes %g where it computes %g", (double)out[i],
+           (double)expected[i]);
+  return 1;
+}
+
+static int check_host(host *h, char *why, size_t why_bytes) {
+  if (!find_functions(h, why, why_bytes) || !check_device(h, why, why_bytes)) return 0;
+  h->init_backend = h->cpu->init_backend;
+  const tiny t = make_tiny(&h->f, h);
+  backend *b = NULL;
+  int good = check_tensors(h, &t, h, why, why_bytes);
+  if (good && !(b = h->init_backend(h->cpu, NULL))) good = 0, snprintf(why, why_bytes, "it makes no CPU backend");
+  if (good && find_slots(h, b, why, why_bytes)) {
+    void (*set_threads)(backend *, int) = NULL;
+    void *at = h->f.ggml_backend_reg_get_proc_address(h->cpu->of, "ggml_backend_set_n_threads");
+    memcpy(&set_threads, &at, sizeof at);
+    if (set_threads) set_threads(b, 1);
+    good = try_out(h, &t, b, why, why_bytes);
+  } else {
+    good = 0;
+  }
+  if (b) h->f.ggml_backend_free(b);
+  if (t.ctx) h->f.ggml_free(t.ctx);
+  return good;
+}
+
+host *host_of_device(device *cpu, void *handle, char *why, size_t why_bytes) {
+  static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
+  pthread_mutex_lock(&one_at_a_time);
+  host *found = known_host(cpu);
+  if (!found && num_hosts == MOST_HOSTS) {
+    snprintf(why, why_bytes, "there are more than %d of them in the process", MOST_HOSTS);
+  } else if (!found) {
+    host *h = &hosts[num_hosts];
+    *h = (host){.cpu = cpu, .handle = handle};
+    if (kvedge_select_isa(NULL, NULL) != KVEDGE_OK) {
+      snprintf(why, why_bytes, "KVEDGE_ISA names a path that this CPU does not have");
+    } else if (check_host(h, why, why_bytes)) {
+      pthread_mutex_lock(&lock);
+      num_hosts++;
+      pthread_mutex_unlock(&lock);
+      found = h;
+    }
+  }
+  pthread_mutex_unlock(&one_at_a_time);
+  return found;
+}
+
+/* ---- What programs call ---------------------------------------------------------------------------- */
+
+/* At the end, with KVEDGE_GGML_STATS=1. */
+static void print_counts(void) {
+  if (!num_hosts) {
+    fprintf(stderr, "kvedge: no ggml was taken over: this program asked none for a CPU backend "
+                    "(by ggml_backend_dev_init of a shared library)\n");
+    return;
+  }
+  fprintf(stderr, "kvedge (%s): %ld attention nodes", kvedge_isa_name(), counted(TAKEN));
+  for (int i = TAKEN + 1; i < NUM_REASONS; i++)
+    if (counted((reason)i)) fprintf(stderr, "; left to ggml: %ld (%s)", counted((reason)i), name_of_reason((reason)i));
+  fprintf(stderr, "\n");
+}
+
+static void print_counts_at_exit(void) {
+  static atomic_flag done = ATOMIC_FLAG_INIT;
+  const char *wanted = getenv("KVEDGE_GGML_STATS");
+  if (wanted && *wanted && strcmp(wanted, "0") != 0 && !atomic_flag_test_and_set(&done)) atexit(print_counts);
+}
+
+/* Takes a CPU device over; 0: `why` tells. */
+static int take_over(device *cpu, void *handle, char *why, size_t why_bytes) {
+  host *h = host_of_device(cpu, handle, why, why_bytes);
+  if (!h) return 0;
+  atomic_store(&is_enabled, 1);
+  if (cpu->init_backend != init_hooked) __atomic_store_n(&cpu->init_backend, init_hooked, __ATOMIC_SEQ_CST);
+  backend *b = h->f.ggml_backend_dev_init(cpu, NULL);
+  const int works = b && state_of(b);
+  if (b) h->f.ggml_backend_free(b);
+  if (!works) __atomic_store_n(&cpu->init_backend, h->init_backend, __ATOMIC_SEQ_CST);
+  EXPECT(works, "its CPU device cannot be taken over");
+  print_counts_at_exit();
+  return 1;
+}
+
+int kvedge_ggml_enable(void *handle, char *text, size_t bytes) {
+  device *(*by_type)(int) = NULL;
+  void *at = dlsym(handle, "ggml_backend_dev_by_type");
+  if (!at) {
+    snprintf(text, bytes, "this library has no ggml with backends (ggml_backend_dev_by_type)");
+    return 0;
+  }
+  memcpy(&by_type, &at, sizeof at);
+  device *cpu = by_type(DEVICE_TYPE_CPU);
+  if (!cpu) {
+    snprintf(text, bytes, "its ggml has loaded no CPU backend yet");
+    return 0;
+  }
+  if (!take_over(cpu, handle, text, bytes)) return 0;
+  snprintf(text, bytes, "%s", known_host(cpu)->name);
+  return 1;
+}
+
+void kvedge_ggml_disable(void) {
+  atomic_store(&is_enabled, 0);
+  pthread_mutex_lock(&lock);
+  for (int i = 0; i < num_hosts; i++)
+    if (hosts[i].cpu->init_backend == init_hooked)
+      __atomic_store_n(&hosts[i].cpu->init_backend, hosts[i].init_backend, __ATOMIC_SEQ_CST);
+  pthread_mutex_unlock(&lock);
+}
+
+long kvedge_ggml_count(int index, const char **name) {
+  if (index < 0 || index >= NUM_REASONS) return -1;
+  *name = name_of_reason((reason)index);
+  return counted((reason)index);
+}
+
+/* ---- LD_PRELOAD ------------------------------------------------------------------------------------
+ *
+ * Programs ask for backends by this function of ggml's. A library that is preloaded is found before ggml, also by
+ * libraries that are loaded later, so the first call comes here, and ggml is taken over before it goes on. */
+
+__attribute__((constructor)) static void loaded(void) {
+  const char *preload = getenv("LD_PRELOAD");
+  if (preload && strstr(preload, "libggml-kvedge.so")) print_counts_at_exit();
+}
+
+static void preloaded(device *cpu, void *handle) {
+  static atomic_int was_told;
+  char why[256] = "";
+  if (atomic_load(&was_told)) return; /* what was not as expected once stays so */
+  if (take_over(cpu, handle, why, sizeof why) || atomic_exchange(&was_told, 1)) return;
+  fprintf(stderr, "kvedge leaves attention to ggml: %s\n", why);
+}
+
+backend *ggml_backend_dev_init(device *d, const char *params) {
+  Dl_info caller; /* a library that has or needs ggml, so its functions are found from there */
+  void *handle = NULL, *at = NULL;
+  if (dladdr(__builtin_return_address(0), &caller) && caller.dli_fname)
+    handle = dlopen(caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  if (!handle) handle = dlopen(NULL, RTLD_LAZY);
+  backend *(*own)(device *, const char *) = NULL;
+  int (*type)(device *) = NULL;
+  if (handle && (at = dlsym(handle, "ggml_backend_dev_type"))) memcpy(&type, &at, sizeof at);
+  if (handle && (at = dlsym(handle, "ggml_backend_dev_init"))) memcpy(&own, &at, sizeof at);
+  if (type && type(d) == DEVICE_TYPE_CPU && !known_host(d)) preloaded(d, handle);
+  if (own && own != ggml_backend_dev_init) return own(d, params);
+  return d->init_backend(d, params); /* a program that exports its ggml */
+}

@@ -1,0 +1,132 @@
+/* kvedge in a ggml that is loaded already; docs/llama_cpp.md.
+ *
+ *   ggml_abi.h  what is known of ggml's structs and functions
+ *   host.c      a ggml is found, checked, tried and taken over; what its CPU backends compute
+ *   node.c      one attention node on kvedge, on ggml's own threads
+ *   masks.c     what a mask shows, as runs of cells
+ *   device.c    a device of ggml's, for test-backend-ops and for those who load backends themselves
+ *   counts.c    how many nodes were taken and left, and why left
+ */
+#ifndef KVEDGE_GGML_INTERNAL_H
+#define KVEDGE_GGML_INTERNAL_H
+
+#include <stdatomic.h>
+
+#include "ggml_abi.h"
+#include "kvedge.h"
+
+/* ---- counts.c ---- */
+
+/* Why a node was left to ggml. */
+typedef enum {
+  TAKEN,
+  LEFT_SMALL, /* too few cells to gain */
+  LEFT_TYPE,  /* keys or values are of a type that kvedge does not read in place */
+  LEFT_SHAPE, /* strides, broadcasts or widths that it does not know */
+  LEFT_BUSY,  /* the backend is computing another graph at the same time */
+  FELL_BACK,  /* kvedge refused it, or gave what is not finite: ggml's kernel computed it */
+  NUM_REASONS
+} reason;
+
+void count(reason why, long num);
+long counted(reason why);
+const char *name_of_reason(reason why);
+
+/* ---- masks.c ---- */
+
+/* Cells first..stop-1. */
+typedef struct {
+  int64_t first, stop;
+} run;
+
+/* Query rows first..first+count-1, which see runs; each row's last run is longer by one cell than that of the row before.
+ * window: and its first cell is one further, as soon as so many are seen. biased: the mask is added to the logits of the
+ * cells of the one run. No runs: they see nothing. */
+typedef struct {
+  int64_t first, count, window;
+  int first_run, num_runs, biased;
+} row_group;
+
+/* What one stream of a mask shows. */
+typedef struct {
+  int first_group, num_groups;
+} shown;
+
+/* What a mask shows, looked at once per graph. */
+typedef struct {
+  const tensor *mask;
+  int64_t rows, cells;
+  int adds; /* other values than 0 count: all is biased (ALiBi) */
+  shown *streams;
+  row_group *groups;
+  run *runs;
+  int num_streams, num_groups, num_runs, room_streams, room_groups, room_runs;
+} seen_cells;
+
+/* 0: there is no memory. */
+int look_at_mask(seen_cells *seen, const tensor *mask, int64_t rows, int64_t cells, int adds);
+void forget_masks(seen_cells *seen);
+
+/* Room for num elements of `size` bytes, what is in it kept; 0: there is no memory. */
+int grow(void *array, int *room, int num, size_t size);
+
+/* ---- host.c ---- */
+
+typedef struct {
+  ggml_functions f;
+  void *handle;
+  device *cpu;
+  backend *(*init_backend)(device *, const char *); /* the CPU device's own */
+  int op_attention, op_custom;
+  int at_free, at_compute, at_device; /* words of a backend */
+  char name[64];                      /* "ggml 0.25.3" */
+} host;
+
+/* A node that kvedge runs, while its graph is computed. */
+struct state;
+typedef struct {
+  struct state *of;
+  tensor *node;
+  int32_t params[PARAM_BYTES / 4]; /* its own, whose place the custom node's have taken */
+  atomic_int is_planned, next_slice, num_done;
+} job;
+
+/* What belongs to a CPU backend whose graphs kvedge looks at. */
+typedef struct state {
+  struct state *following;
+  host *of;
+  backend *of_backend;
+  int (*compute)(backend *, graph *); /* ggml's own */
+  void (*free)(backend *);
+  atomic_flag is_busy;
+  int takes_all;   /* however small */
+  backend *helper; /* a CPU backend of ggml's own, of one thread, for nodes that fall back; or NULL */
+
+  job *jobs;
+  seen_cells masks[4]; /* of the graph, by mask */
+  int room_jobs, next_mask;
+
+  /* Of the node that runs. */
+  kvedge_rows_attention *attention; /* NULL: it falls back */
+  void *memory;
+  size_t memory_bytes;
+  kvedge_rows_call *calls;
+  kvedge_attention_options *options;
+  kvedge_rows_segment *segments;
+  float *slopes;
+  int room_calls, room_options, room_segments, room_slopes;
+} state;
+
+/* The host of a CPU device, found, checked and tried; NULL: `why` tells what is not as expected. */
+host *host_of_device(device *cpu, void *handle, char *why, size_t why_bytes);
+backend *init_hooked(device *cpu, const char *params);
+state *state_of(backend *b);
+
+/* ---- node.c ---- */
+
+reason serves(const tensor *node, int takes_all);
+void run_node(tensor *dst, int ith, int nth, void *userdata);
+/* Computes a node by ggml's own kernel. */
+void compute_by_ggml(state *s, job *j);
+
+#endif

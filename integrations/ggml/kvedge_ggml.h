@@ -1,0 +1,29 @@
+/* What libggml-kvedge.so has for programs; docs/llama_cpp.md. */
+#ifndef KVEDGE_GGML_H
+#define KVEDGE_GGML_H
+
+#include <stddef.h>
+
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+/* Takes over the CPU device of the ggml that a library has or needs; `handle` is dlopen's. CPU backends made from now on let
+ * kvedge compute attention. 1: done, and `text` is ggml's name and version. 0: all is left to ggml, and `text` tells why. */
+int kvedge_ggml_enable(void *handle, char *text, size_t bytes);
+
+/* Undoes it: attention is ggml's own from the next graph on, of all backends. */
+void kvedge_ggml_disable(void);
+
+/* Attention nodes so far: index 0 of those that kvedge computed, from 1 on of those left to ggml, by the reason in *name;
+ * -1: there is no such index. */
+long kvedge_ggml_count(int index, const char **name);
+
+/* In the place of ggml's function of this name where the library is preloaded. */
+struct backend *ggml_backend_dev_init(struct device *device, const char *params);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+
+#endif

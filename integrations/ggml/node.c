@@ -1,0 +1,251 @@
+/* One attention node (GGML_OP_FLASH_ATTN_EXT) on kvedge. The node is a custom one while its graph is computed: ggml calls
+ * run_node on all of its threads, and has them meet after it. Thread 0 plans, all take slices, the last one looks at the
+ * result. */
+#include <math.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+enum { QUERY, KEYS, VALUES, MASK, SINKS };
+enum { MOST_DIM = 1024 };
+
+/* Below so many cells ggml's kernels take no longer. With vectors kvedge was faster from the first visible cell on (9 to 32
+ * heads of 64 and 128, one row, AVX2 and AVX-512: 1.4 to 4 times); llama.cpp's caches show 256 cells at least. */
+static int64_t least_cells(void) { return strcmp(kvedge_isa_name(), "scalar") == 0 ? 512 : 32; }
+
+/* ---- Which nodes ----------------------------------------------------------------------------- */
+
+/* ggml's type of rows as a format that kvedge reads in place; 0: there is none. */
+static int format_of_type(int type, kvedge_format *format) {
+  switch (type) {
+    case TYPE_F32: *format = KVEDGE_FLOAT32; return 1;
+    case TYPE_F16: *format = KVEDGE_FLOAT16; return 1;
+    case TYPE_BF16: *format = KVEDGE_BFLOAT16; return 1;
+    default: return 0;
+  }
+}
+
+/* A side of a node as kvedge has it; 0: its type is not read in place. */
+static int rows_of(const tensor *t, kvedge_rows *rows) {
+  *rows = (kvedge_rows){.dim = (int)t->ne[0], .token_stride = (ptrdiff_t)t->nb[1], .head_stride = (ptrdiff_t)t->nb[2]};
+  return format_of_type(t->type, &rows->format);
+}
+
+static float param(const int32_t *params, int i) {
+  float x;
+  memcpy(&x, params + i, sizeof x);
+  return x;
+}
+
+reason serves(const tensor *node, int takes_all) {
+  const tensor *q = node->src[QUERY], *k = node->src[KEYS], *v = node->src[VALUES], *mask = node->src[MASK],
+               *sinks = node->src[SINKS];
+  kvedge_rows rows[2];
+  if (!q || !k || !v) return LEFT_SHAPE;
+  for (int i = SINKS + 1; i < MAX_SOURCES; i++)
+    if (node->src[i]) return LEFT_SHAPE;
+  if (!rows_of(k, &rows[0]) || !rows_of(v, &rows[1])) return LEFT_TYPE;
+  if (node->type != TYPE_F32 || q->type != TYPE_F32) return LEFT_TYPE;
+  if (q->nb[0] != 4 || node->nb[0] != 4 || k->ne[0] > MOST_DIM || v->ne[0] > MOST_DIM) return LEFT_SHAPE;
+  for (int i = 1; i < 4; i++)
+    if (q->nb[i] % 4 || node->nb[i] % 4) return LEFT_SHAPE;
+  const size_t element[] = {k->type == TYPE_F32 ? 4 : 2, v->type == TYPE_F32 ? 4 : 2};
+  const tensor *sides[] = {k, v};
+  for (int s = 0; s < 2; s++)
+    if (sides[s]->nb[0] != element[s] || sides[s]->nb[1] < element[s] * (size_t)sides[s]->ne[0]) return LEFT_SHAPE;
+  for (int i = 1; i < 4; i++)
+    if (k->ne[i] != v->ne[i]) return LEFT_SHAPE;
+  if (k->ne[1] < 1 || q->ne[1] < 1 || q->ne[2] % k->ne[2] || q->ne[3] % k->ne[3]) return LEFT_SHAPE;
+  if (mask) {
+    if (mask->type != TYPE_F16 || mask->nb[0] != 2 || mask->nb[1] % 2 || mask->nb[2] % 2) return LEFT_SHAPE;
+    if (mask->ne[0] < k->ne[1] || mask->ne[1] < q->ne[1] || q->ne[3] % mask->ne[3]) return LEFT_SHAPE;
+    if (mask->ne[2] != 1 && mask->ne[2] != q->ne[2]) return LEFT_SHAPE;
+  }
+  if (sinks && (sinks->type != TYPE_F32 || sinks->nb[0] != 4 || sinks->ne[0] != q->ne[2])) return LEFT_SHAPE;
+  return k->ne[1] < least_cells() && !takes_all ? LEFT_SMALL : TAKEN;
+}
+
+/* ---- A node becomes calls ---------------------------------------------------------------------- */
+
+/* What ggml multiplies a mask by, for each head. */
+static int make_slopes(state *s, int64_t num_heads, float max_bias) {
+  if (!grow(&s->slopes, &s->room_slopes, (int)num_heads, sizeof *s->slopes)) return 0;
+  const uint32_t power = 1u << (uint32_t)floor(log2((double)num_heads));
+  const float m0 = powf(2.0f, -max_bias / (float)power), m1 = powf(2.0f, -(max_bias / 2.0f) / (float)power);
+  for (int64_t h = 0; h < num_heads; h++)
+    s->slopes[h] = h < power ? powf(m0, (float)(h + 1)) : powf(m1, (float)(2 * (h - power) + 1));
+  return 1;
+}
+
+/* What the mask of a node shows, looked at once per graph; NULL: there is no memory. */
+static const seen_cells *seen_by(state *s, const tensor *node, int adds) {
+  enum { MOST_MASKS = sizeof s->masks / sizeof *s->masks };
+  const tensor *mask = node->src[MASK];
+  const int64_t rows = node->src[QUERY]->ne[1], cells = node->src[KEYS]->ne[1];
+  for (int i = 0; i < MOST_MASKS; i++) {
+    const seen_cells *m = &s->masks[i];
+    if (m->mask == mask && m->rows == rows && m->cells == cells && m->adds == adds) return m;
+  }
+  seen_cells *m = &s->masks[s->next_mask];
+  s->next_mask = (s->next_mask + 1) % MOST_MASKS;
+  return look_at_mask(m, mask, rows, cells, adds) ? m : NULL;
+}
+
+/* Query rows that see nothing: their output is 0. */
+static void clear_rows(tensor *node, int64_t stream, const row_group *g) {
+  for (int64_t row = g->first; row < g->first + g->count; row++)
+    for (int64_t h = 0; h < node->ne[1]; h++)
+      memset((char *)node->data + stream * (int64_t)node->nb[3] + row * (int64_t)node->nb[2] + h * (int64_t)node->nb[1],
+             0, (size_t)node->ne[0] * sizeof(float));
+}
+
+/* The call of a group of query rows; `segments` are its own. */
+static void make_call(const state *s, const tensor *node, const int32_t *params, int64_t stream, const row_group *g,
+                      const run *runs, kvedge_rows_segment *segments, kvedge_attention_options *options,
+                      kvedge_rows_call *call) {
+  const tensor *q = node->src[QUERY], *k = node->src[KEYS], *v = node->src[VALUES], *mask = node->src[MASK];
+  const int64_t kv_stream = stream / (q->ne[3] / k->ne[3]);
+  const char *keys = (const char *)k->data + kv_stream * (int64_t)k->nb[3],
+             *values = (const char *)v->data + kv_stream * (int64_t)v->nb[3];
+  for (int i = 0; i < g->num_runs; i++)
+    segments[i] = (kvedge_rows_segment){keys + runs[i].first * (int64_t)k->nb[1],
+                                        values + runs[i].first * (int64_t)v->nb[1], runs[i].stop - runs[i].first};
+  kvedge_attention_defaults(options);
+  options->scale = param(params, 0);
+  options->softcap = param(params, 2);
+  options->causal = g->count > 1 && !g->biased;
+  options->window = g->window;
+  if (node->src[SINKS]) options->sink_logits = node->src[SINKS]->data;
+  if (g->biased) {
+    const char *m = (const char *)mask->data + stream % mask->ne[3] * (int64_t)mask->nb[3];
+    options->half_bias = (const uint16_t *)(m + g->first * (int64_t)mask->nb[1]) + runs[0].first;
+    options->bias_strides[0] = mask->ne[2] > 1 ? (int64_t)mask->nb[2] / 2 : 0;
+    options->bias_strides[1] = (int64_t)mask->nb[1] / 2;
+    options->bias_strides[2] = 1;
+    if (param(params, 1) != 0.0f) options->bias_factors = s->slopes;
+  }
+  *call = (kvedge_rows_call){
+      .num_kv_heads = (int)k->ne[2],
+      .num_heads = (int)q->ne[2],
+      .segments = segments,
+      .num_segments = g->num_runs,
+      .num_rows = g->count,
+      .query = {.data = (char *)q->data + stream * (int64_t)q->nb[3] + g->first * (int64_t)q->nb[1],
+                .token_stride = (ptrdiff_t)q->nb[1],
+                .head_stride = (ptrdiff_t)q->nb[2]   },
+      .out = {.data = (char *)node->data + stream * (int64_t)node->nb[3] + g->first * (int64_t)node->nb[2],
+                .token_stride = (ptrdiff_t)node->nb[2],
+                .head_stride = (ptrdiff_t)node->nb[1]},
+      .options = options
+  };
+  rows_of(k, &call->keys);
+  rows_of(v, &call->values);
+}
+
+/* The calls of a node, in the state; their number, or -1: there is no memory. */
+static int make_calls(state *s, tensor *node, const int32_t *params) {
+  const tensor *q = node->src[QUERY], *k = node->src[KEYS], *mask = node->src[MASK];
+  const float max_bias = mask ? param(params, 1) : 0.0f;
+  const run all_cells = {0, k->ne[1]};
+  const row_group all_rows = {.count = q->ne[1], .num_runs = 1};
+  const shown all = {0, 1};
+  const seen_cells *seen = NULL;
+  if (max_bias != 0.0f && !make_slopes(s, q->ne[2], max_bias)) return -1;
+  if (mask && !(seen = seen_by(s, node, max_bias != 0.0f))) return -1;
+  int num_calls = 0, num_segments = 0;
+  for (int64_t stream = 0; stream < q->ne[3]; stream++) { /* how many */
+    const shown *of = seen ? &seen->streams[stream % seen->num_streams] : &all;
+    num_calls += of->num_groups;
+    for (int i = 0; i < of->num_groups; i++) num_segments += seen ? seen->groups[of->first_group + i].num_runs : 1;
+  }
+  if (!grow(&s->calls, &s->room_calls, num_calls, sizeof *s->calls) ||
+      !grow(&s->options, &s->room_options, num_calls, sizeof *s->options) ||
+      !grow(&s->segments, &s->room_segments, num_segments, sizeof *s->segments))
+    return -1;
+  kvedge_rows_segment *segments = s->segments;
+  num_calls = 0;
+  for (int64_t stream = 0; stream < q->ne[3]; stream++) {
+    const shown *of = seen ? &seen->streams[stream % seen->num_streams] : &all;
+    for (int i = 0; i < of->num_groups; i++) {
+      row_group g = seen ? seen->groups[of->first_group + i] : all_rows;
+      const run *runs = seen ? seen->runs + g.first_run : &all_cells;
+      if (g.num_runs == 0) {
+        clear_rows(node, stream, &g);
+        continue;
+      }
+      make_call(s, node, params, stream, &g, runs, segments, &s->options[num_calls], &s->calls[num_calls]);
+      if (!seen) s->options[num_calls].causal = 0;
+      segments += g.num_runs, num_calls++;
+    }
+  }
+  return num_calls;
+}
+
+/* ---- and runs ---------------------------------------------------------------------------------- */
+
+/* Plans a node; 0: it falls back. *num_calls 0: nothing is left to do. */
+static int plan_node(state *s, tensor *node, const int32_t *params, int num_threads) {
+  enum { ALIGNMENT = 64 };
+  s->attention = NULL;
+  const int num = make_calls(s, node, params);
+  if (num <= 0) return num == 0;
+  const size_t bytes =
+      (kvedge_rows_attention_bytes(s->calls, num, num_threads) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  if (bytes > s->memory_bytes) {
+    free(s->memory);
+    s->memory_bytes = bytes + bytes / 4 / ALIGNMENT * ALIGNMENT;
+    if (!(s->memory = aligned_alloc(ALIGNMENT, s->memory_bytes))) s->memory_bytes = 0;
+  }
+  return bytes && s->memory &&
+         kvedge_rows_attention_init(s->memory, bytes, s->calls, num, num_threads, &s->attention) == KVEDGE_OK;
+}
+
+/* Is all of the output a number that kvedge has not bounded? (Sums that are not finite become +-FLT_MAX.) */
+static int is_finite(const tensor *node) {
+  const uint32_t flt_max = 0x7f7fffffu; /* its bits */
+  const int64_t rows = node->ne[1] * node->ne[2] * node->ne[3];
+  const uint32_t *x = node->data; /* contiguous, as ggml makes it */
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < rows * node->ne[0]; i++) {
+    const uint32_t magnitude = x[i] & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest < flt_max;
+}
+
+static void wait_for(const atomic_int *flag) {
+  enum { SPINS = 4096 }; /* some 100 us: planning takes less, unless thread 0 was held up */
+  for (int i = 0; !atomic_load_explicit(flag, memory_order_acquire); i++) {
+    if (i >= SPINS) sched_yield();
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+  }
+}
+
+enum { NOT_PLANNED, PLANNED, REFUSED };
+
+void run_node(tensor *dst, int ith, int nth, void *userdata) {
+  job *j = userdata;
+  state *s = j->of;
+  if (ith == 0)
+    atomic_store_explicit(&j->is_planned, plan_node(s, dst, j->params, nth) ? PLANNED : REFUSED, memory_order_release);
+  else wait_for(&j->is_planned);
+  if (s->attention) {
+    const int num = kvedge_rows_attention_num_slices(s->attention);
+    int slice = atomic_fetch_add_explicit(&j->next_slice, 1, memory_order_relaxed);
+    while (slice < num) { /* a thread knows its next one, which is prefetched */
+      const int next = atomic_fetch_add_explicit(&j->next_slice, 1, memory_order_relaxed);
+      kvedge_rows_attention_run(s->attention, slice, next < num ? next : -1, ith);
+      slice = next;
+    }
+  }
+  if (atomic_fetch_add_explicit(&j->num_done, 1, memory_order_acq_rel) + 1 < nth) return;
+  const int is_refused = atomic_load_explicit(&j->is_planned, memory_order_relaxed) == REFUSED;
+  if (is_refused || !is_finite(dst)) compute_by_ggml(s, j);
+  else count(TAKEN, 1);
+}

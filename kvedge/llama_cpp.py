@@ -1,0 +1,200 @@
+"""Let llama.cpp attend with kvedge: unmodified, in this process.
+
+::
+
+    from kvedge.llama_cpp import enable
+    print(enable())
+    llm = llama_cpp.Llama(model, n_ctx=32768, flash_attn=True)
+
+llama.cpp's cache stays where it is and as it is, in float16, bfloat16 or float32; what changes is
+who computes the attention nodes of its graphs. ``docs/llama_cpp.md`` has what is taken and what is
+left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvedge import c_library
+from kvedge.errors import BackendUnavailableError
+
+__all__ = ["Report", "disable", "enable", "environment", "library", "report"]
+
+LIBRARY = c_library.PACKAGE / "lib" / "libggml-kvedge.so"
+_TEXT_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Report:
+    """What kvedge has to do with llama.cpp's attention in this process.
+
+    Attributes
+    ----------
+    enabled : bool
+        Whether models and contexts made from now on attend with kvedge.
+    version : str
+        The ggml that was found, such as ``"ggml 0.25.3"``; empty where it is not enabled.
+    reason : str
+        Why it is not enabled, else empty.
+    taken : int
+        Attention nodes that kvedge has computed so far: one per layer and graph.
+    left : mapping of str to int
+        Attention nodes that ggml has computed although kvedge was enabled, by the reason.
+    """
+
+    enabled: bool
+    version: str = ""
+    reason: str = ""
+    taken: int = 0
+    left: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return f"kvedge leaves attention to ggml: {self.reason}"
+        formats = "float16, bfloat16 and float32"
+        told = (
+            f"kvedge attends in {self.version}, in contexts made from now on: caches of {formats}"
+        )
+        if not self.taken and not self.left:
+            return told
+        left = "".join(f", {count} left ({reason})" for reason, count in self.left.items())
+        return f"{told}; {self.taken} attention nodes so far{left}"
+
+
+_state: dict[str, Any] = {"library": None, "version": "", "reason": "enable() has not been called"}
+
+
+def library() -> Path:
+    """Return the path of ``libggml-kvedge.so``.
+
+    Raises
+    ------
+    BackendUnavailableError
+        kvedge was installed without it.
+    """
+    if sys.platform != "linux":
+        raise BackendUnavailableError(
+            f"kvedge for llama.cpp is for Linux, and this is {sys.platform}"
+        )
+    if not LIBRARY.is_file():
+        raise BackendUnavailableError(
+            f"{LIBRARY} is not there: kvedge was installed without its C library. "
+            f"{c_library.INSTALL_AGAIN}"
+        )
+    return LIBRARY
+
+
+def _load() -> ctypes.CDLL:
+    if _state["library"] is None:
+        loaded = ctypes.CDLL(str(library()))
+        loaded.kvedge_ggml_enable.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+        loaded.kvedge_ggml_enable.restype = ctypes.c_int
+        loaded.kvedge_ggml_disable.restype = None
+        loaded.kvedge_ggml_count.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+        loaded.kvedge_ggml_count.restype = ctypes.c_long
+        _state["library"] = loaded
+    return _state["library"]  # type: ignore[no-any-return]
+
+
+def enable() -> Report:
+    """Let the llama.cpp of ``llama_cpp`` (llama-cpp-python) attend with kvedge.
+
+    Contexts (``llama_cpp.Llama``) that are made from now on do; older ones go on as before. They
+    need flash attention, which is llama.cpp's default ("auto"), and in llama-cpp-python
+    ``flash_attn=True``.
+
+    Returns
+    -------
+    Report
+        Whether it is enabled and for which ggml, or why not; then all is left to ggml.
+
+    Raises
+    ------
+    BackendUnavailableError
+        kvedge was installed without ``libggml-kvedge.so``, or ``llama_cpp`` is not installed.
+    """
+    loaded = _load()
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise BackendUnavailableError(
+            "llama-cpp-python is not installed: pip install llama-cpp-python"
+        )
+    import llama_cpp
+
+    handle = llama_cpp.llama_cpp._lib._handle
+    llama_cpp.llama_backend_init()  # where backends are libraries of their own, it loads them
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    if loaded.kvedge_ggml_enable(handle, text, _TEXT_BYTES):
+        _state["version"], _state["reason"] = text.value.decode(), ""
+    else:
+        _state["version"], _state["reason"] = "", text.value.decode()
+    return report()
+
+
+def disable() -> Report:
+    """Undo :func:`enable`: from the next graph on attention is ggml's own, in all contexts.
+
+    Returns
+    -------
+    Report
+        What was taken and left until now.
+    """
+    if _state["library"] is not None:
+        _state["library"].kvedge_ggml_disable()
+        _state["version"], _state["reason"] = "", "disable() has been called"
+    return report()
+
+
+def report() -> Report:
+    """Return what kvedge has taken over so far.
+
+    Returns
+    -------
+    Report
+        The counts are those of the whole process.
+    """
+    taken, left = 0, {}
+    if _state["library"] is not None:
+        name = ctypes.c_char_p()
+        index = 0
+        while (count := _state["library"].kvedge_ggml_count(index, ctypes.byref(name))) >= 0:
+            if index == 0:
+                taken = count
+            elif count:
+                left[(name.value or b"").decode()] = count
+            index += 1
+    return Report(
+        enabled=bool(_state["version"]),
+        version=_state["version"],
+        reason=_state["reason"],
+        taken=taken,
+        left=MappingProxyType(left),
+    )
+
+
+def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment in which a program's ggml attends with kvedge.
+
+    Parameters
+    ----------
+    base : mapping of str to str, optional
+        The environment to start from; by default that of this process.
+
+    Returns
+    -------
+    dict of str to str
+        The same, with ``libggml-kvedge.so`` in front of ``LD_PRELOAD``.
+    """
+    made = dict(os.environ if base is None else base)
+    others = [
+        each for each in made.get("LD_PRELOAD", "").split(":") if each and each != str(library())
+    ]
+    made["LD_PRELOAD"] = ":".join([str(library()), *others])
+    return made

@@ -1,0 +1,392 @@
+/* Attention to keys and values in memory of others, against a plain one in double: any strides, segments, formats and
+ * options, several calls together, on any threads. */
+#include "check.h"
+#include "formats/half.h"
+#include "kvedge.h"
+
+enum { MOST_CELLS = 500, MOST_CHECKED = 24, MOST_CALLS = 3, MOST_SEGMENTS = 6, UNTOUCHED = 0x55 };
+
+#define ONE_OF(...) (int[]){__VA_ARGS__}[random_below(sizeof((int[]){__VA_ARGS__}) / sizeof(int))]
+
+static int is_short(void) { return getenv("KVEDGE_TEST_SHORT") != NULL; }
+
+/* ---- Rows of a side: cells that lie in any order of tokens and heads, with gaps ---- */
+
+typedef struct {
+  kvedge_rows rows;
+  block memory;
+  int cells, heads;
+} side;
+
+static char *row_at(const side *s, int64_t cell, int head) {
+  return (char *)s->memory.data + cell * s->rows.token_stride + head * s->rows.head_stride;
+}
+
+static double element(const side *s, int64_t cell, int head, int d) {
+  const char *row = row_at(s, cell, head);
+  if (s->rows.format == KVEDGE_FLOAT32) return ((const float *)row)[d];
+  const uint16_t bits = ((const uint16_t *)row)[d];
+  return s->rows.format == KVEDGE_FLOAT16 ? kvedge_float_of_half(bits) : kvedge_float_of_bfloat(bits);
+}
+
+static void fill_row(const side *s, int64_t cell, int head, float size) {
+  for (int d = 0; d < s->rows.dim; d++) {
+    const float x = random_signed(size);
+    char *row = row_at(s, cell, head);
+    if (s->rows.format == KVEDGE_FLOAT32) ((float *)row)[d] = x;
+    else ((uint16_t *)row)[d] = s->rows.format == KVEDGE_FLOAT16 ? kvedge_half_of_float(x) : kvedge_bfloat_of_float(x);
+  }
+}
+
+static side new_side(int cells, int heads, int dim) {
+  side s = {.cells = cells, .heads = heads};
+  s.rows.format = (kvedge_format)ONE_OF(KVEDGE_FLOAT32, KVEDGE_FLOAT16, KVEDGE_FLOAT16, KVEDGE_BFLOAT16);
+  s.rows.dim = dim;
+  const size_t bytes = s.rows.format == KVEDGE_FLOAT32 ? 4 : 2, row = (size_t)dim * bytes;
+  const size_t gap = bytes * (size_t)ONE_OF(0, 0, 1, 8);
+  size_t inner = row + gap, outer;
+  if (random_below(3)) { /* token-major */
+    outer = inner * (size_t)heads + bytes * (size_t)ONE_OF(0, 0, 5);
+    s.rows.token_stride = (ptrdiff_t)outer, s.rows.head_stride = (ptrdiff_t)inner;
+    s.memory = new_block(outer * (size_t)(cells - 1) + inner * (size_t)(heads - 1) + row);
+  } else {
+    outer = inner * (size_t)cells;
+    s.rows.token_stride = (ptrdiff_t)inner, s.rows.head_stride = (ptrdiff_t)outer;
+    s.memory = new_block(outer * (size_t)(heads - 1) + inner * (size_t)(cells - 1) + row);
+  }
+  for (int cell = 0; cell < cells; cell++)
+    for (int head = 0; head < heads; head++) fill_row(&s, cell, head, 1.5f);
+  return s;
+}
+
+/* ---- A call, and what it is to give ---- */
+
+typedef struct {
+  side sides[2];
+  kvedge_rows_segment segments[MOST_SEGMENTS];
+  int64_t first_cell[MOST_SEGMENTS];
+  kvedge_attention_options options;
+  kvedge_rows_call call;
+  block query, out, out_again;
+  float *bias, *factors, *sinks, *slopes;
+  uint16_t *half_bias;
+  uint8_t *mask;
+  int64_t len;
+} tried;
+
+static int64_t cell_of(const tried *t, int64_t token) {
+  int i = 0;
+  while (token >= t->segments[i].num_tokens) token -= t->segments[i++].num_tokens;
+  return t->first_cell[i] + token;
+}
+
+static void point_to_cells(tried *t) {
+  for (int i = 0; i < t->call.num_segments; i++) {
+    t->segments[i].keys = row_at(&t->sides[0], t->first_cell[i], 0);
+    t->segments[i].values = row_at(&t->sides[1], t->first_cell[i], 0);
+  }
+}
+
+static void choose_segments(tried *t, int cells) {
+  const int num = 1 + random_below(MOST_SEGMENTS);
+  int64_t at = 0;
+  t->call.num_segments = 0, t->len = 0;
+  for (int i = 0; i < num && at < cells; i++) {
+    at += random_below(3) ? 0 : random_below(5);
+    if (at >= cells) break;
+    int64_t n = i + 1 == num ? cells - at : 1 + random_below((int)(cells - at));
+    if (random_below(3) == 0 && n > 16) n = n / 16 * 16;
+    t->first_cell[i] = at;
+    t->segments[i].num_tokens = n;
+    t->call.num_segments++;
+    t->len += n, at += n;
+  }
+  if (t->len == 0) t->first_cell[0] = 0, t->segments[0].num_tokens = t->len = cells, t->call.num_segments = 1;
+}
+
+static void choose_options(tried *t) {
+  kvedge_attention_options *o = &t->options;
+  const int heads = t->call.num_heads;
+  const size_t n = (size_t)(t->call.num_rows * heads * t->len);
+  kvedge_attention_defaults(o);
+  o->causal = random_below(2);
+  if (o->causal && random_below(3) == 0) o->window = 1 + random_below((int)t->len);
+  if (random_below(4) == 0) o->softcap = 5.0f;
+  t->sinks = random_floats((size_t)heads, 2.0f);
+  t->slopes = random_floats((size_t)heads, 0.1f);
+  t->factors = random_floats((size_t)heads, 0.5f);
+  for (int h = 0; h < heads; h++) t->factors[h] = fabsf(t->factors[h]) + 0.1f;
+  if (random_below(4) == 0) o->sink_logits = t->sinks;
+  if (random_below(6) == 0) o->alibi_slopes = t->slopes;
+  t->bias = random_floats(n, 2.0f);
+  t->half_bias = malloc(n * sizeof *t->half_bias);
+  t->mask = malloc(n);
+  for (size_t i = 0; i < n; i++) {
+    if (random_below(4) == 0) t->bias[i] = -INFINITY;
+    t->half_bias[i] = isinf(t->bias[i]) ? 0xfc00 : kvedge_half_of_float(t->bias[i]);
+    t->mask[i] = (uint8_t)(random_below(5) > 0);
+  }
+  const int which = random_below(4), by_head = random_below(2), stride = random_below(4) == 0 ? 2 : 1;
+  const int64_t tokens = t->len / stride * stride;
+  if (which == 1) o->half_bias = t->half_bias;
+  if (which == 2) o->bias = t->bias;
+  if (which && random_below(2)) o->bias_factors = t->factors;
+  o->bias_strides[0] = by_head ? t->call.num_rows * t->len : 0;
+  o->bias_strides[1] = stride == 1 ? t->len : 0;
+  o->bias_strides[2] = stride == 1 ? 1 : tokens >= 2 * t->len ? 2 : 1;
+  if (random_below(6) == 0) o->mask = t->mask, o->mask_strides[1] = t->len, o->mask_strides[2] = 1;
+}
+
+static void new_tried(tried *t, int rows, int cells) {
+  memset(t, 0, sizeof *t);
+  const int kv_heads = ONE_OF(1, 2, 3, 8), group = ONE_OF(1, 1, 2, 4, 7), dim = ONE_OF(8, 64, 64, 80, 128, 100);
+  t->sides[0] = new_side(cells, kv_heads, dim);
+  t->sides[1] = new_side(cells, kv_heads, random_below(4) ? dim : ONE_OF(16, 96));
+  const int value_dim = t->sides[1].rows.dim, heads = kv_heads * group;
+  choose_segments(t, cells);
+  if (rows > t->len) rows = (int)t->len;
+  t->call = (kvedge_rows_call){.keys = t->sides[0].rows,
+                               .values = t->sides[1].rows,
+                               .num_kv_heads = kv_heads,
+                               .num_heads = heads,
+                               .segments = t->segments,
+                               .num_segments = t->call.num_segments,
+                               .num_rows = rows,
+                               .options = &t->options};
+  point_to_cells(t);
+  choose_options(t);
+  const size_t pad = (size_t)ONE_OF(0, 0, 12);
+  const int heads_outside = random_below(2); /* as ggml's permuted queries lie */
+  t->query = new_block((size_t)(rows * heads) * ((size_t)dim * 4 + pad));
+  t->out = new_block((size_t)(rows * heads) * ((size_t)value_dim * 4 + pad));
+  t->out_again = new_block(t->out.size);
+  memset(t->query.data, 0, t->query.size);
+  const ptrdiff_t q = (ptrdiff_t)((size_t)dim * 4 + pad), v = (ptrdiff_t)((size_t)value_dim * 4 + pad);
+  t->call.query =
+      (kvedge_array){t->query.data, KVEDGE_TYPE_FLOAT32, heads_outside ? q : q * heads, heads_outside ? q * rows : q};
+  t->call.out = (kvedge_array){t->out.data, KVEDGE_TYPE_FLOAT32, v * heads, v};
+  for (int r = 0; r < rows; r++)
+    for (int h = 0; h < heads; h++)
+      for (int d = 0; d < dim; d++)
+        ((float *)((char *)t->query.data + r * t->call.query.token_stride + h * t->call.query.head_stride))[d] =
+            random_signed(2.0f);
+  memset(t->out.data, UNTOUCHED, t->out.size);
+  memset(t->out_again.data, UNTOUCHED, t->out.size);
+}
+
+static void free_tried(tried *t) {
+  block *blocks[] = {&t->query, &t->out, &t->out_again, &t->sides[0].memory, &t->sides[1].memory};
+  for (int i = 0; i < 5; i++) free_block(blocks[i]);
+  free(t->bias), free(t->half_bias), free(t->factors), free(t->mask), free(t->sinks), free(t->slopes);
+}
+
+/* The logit of a token, or -INFINITY. */
+static double logit_of(const tried *t, int64_t row, int head, int64_t token) {
+  const kvedge_attention_options *o = &t->options;
+  const kvedge_rows_call *c = &t->call;
+  const int64_t position = t->len - c->num_rows + row;
+  if (o->causal && token > position) return -INFINITY;
+  if (o->window && token <= position - o->window) return -INFINITY;
+  if (o->mask && !o->mask[head * o->mask_strides[0] + row * o->mask_strides[1] + token * o->mask_strides[2]])
+    return -INFINITY;
+  const float *q = (const float *)((char *)c->query.data + row * c->query.token_stride + head * c->query.head_stride);
+  double logit = 0.0;
+  for (int d = 0; d < c->keys.dim; d++)
+    logit += q[d] * element(&t->sides[0], cell_of(t, token), head / (c->num_heads / c->num_kv_heads), d);
+  logit *= 1.0 / sqrt(c->keys.dim);
+  if (o->softcap > 0.0f) logit = o->softcap * tanh(logit / o->softcap);
+  if (o->alibi_slopes) logit += o->alibi_slopes[head] * (double)(token - position);
+  const int64_t at = head * o->bias_strides[0] + row * o->bias_strides[1] + token * o->bias_strides[2];
+  const double factor = o->bias_factors ? o->bias_factors[head] : 1.0;
+  if (o->bias) logit += o->bias[at] * factor;
+  if (o->half_bias) logit += kvedge_float_of_any_half(o->half_bias[at]) * factor;
+  return logit;
+}
+
+/* Is the output of a call within the numerics contract? Of many rows and heads some are looked at. */
+static int is_right(const tried *t) {
+  const kvedge_rows_call *c = &t->call;
+  double *logits = malloc((size_t)t->len * sizeof *logits);
+  int right = 1;
+  for (int64_t row = 0; row < c->num_rows && right; row++)
+    for (int head = 0; head < c->num_heads && right; head++) {
+      if (random_below((int)c->num_rows * c->num_heads) >= MOST_CHECKED) continue;
+      const float *out = (const float *)((char *)c->out.data + row * c->out.token_stride + head * c->out.head_stride);
+      double most = -INFINITY, sum = 0.0, largest = 0.0;
+      for (int64_t i = 0; i < t->len; i++) most = fmax(most, logits[i] = logit_of(t, row, head, i));
+      for (int64_t i = 0; i < t->len; i++) sum += logits[i] = isinf(most) ? 0.0 : exp(logits[i] - most);
+      if (t->options.sink_logits && !isinf(most)) sum += exp(t->options.sink_logits[head] - most);
+      const int kv_head = head / (c->num_heads / c->num_kv_heads);
+      for (int64_t i = 0; i < t->len; i++)
+        for (int d = 0; logits[i] > 0.0 && d < c->values.dim; d++)
+          largest = fmax(largest, fabs(element(&t->sides[1], cell_of(t, i), kv_head, d)));
+      for (int d = 0; d < c->values.dim && right; d++) {
+        double expected = 0.0;
+        for (int64_t i = 0; i < t->len; i++)
+          if (logits[i] > 0.0) expected += logits[i] * element(&t->sides[1], cell_of(t, i), kv_head, d);
+        if (sum > 0.0) expected /= sum;
+        if (near(out[d], expected, 2e-4 * largest + FLT_MIN)) continue;
+        fail("row %d of %d, head %d of %d, channel %d: %g, not %g", (int)row, (int)c->num_rows, head, c->num_heads, d,
+             out[d], expected);
+        right = 0;
+      }
+    }
+  free(logits);
+  return right;
+}
+
+/* Runs calls on `num_threads` threads, whose slices come in another order than they lie. */
+static kvedge_status run(const kvedge_rows_call *calls, int num, int num_threads) {
+  const size_t bytes = kvedge_rows_attention_bytes(calls, num, num_threads);
+  block memory = new_block((bytes + 63) / 64 * 64 + 64);
+  memset(memory.data, 0xff, memory.size);
+  char *start = (char *)memory.data + memory.size - (bytes + 63) / 64 * 64;
+  kvedge_rows_attention *attention;
+  const kvedge_status status = kvedge_rows_attention_init(start, bytes, calls, num, num_threads, &attention);
+  const int n = status == KVEDGE_OK ? kvedge_rows_attention_num_slices(attention) : 0;
+  const int first = n ? random_below(n) : 0;
+  for (int i = 0; i < n; i++) {
+    const int slice = num_threads == 1 ? i : (first + i) % n, next = i + 1 < n ? (slice + 1) % n : -1;
+    kvedge_rows_attention_run(attention, slice, random_below(2) ? next : -1, random_below(num_threads));
+  }
+  free_block(&memory);
+  return status;
+}
+
+static void check_any_call(void) {
+  begin("any strides, formats, options");
+  for (int i = 0; i < (is_short() ? 12 : 100); i++) {
+    tried t[MOST_CALLS];
+    kvedge_rows_call calls[MOST_CALLS];
+    const int num = 1 + random_below(MOST_CALLS);
+    for (int j = 0; j < num; j++)
+      new_tried(&t[j], ONE_OF(1, 1, 2, 5, 40), 1 + random_below(MOST_CELLS)), calls[j] = t[j].call;
+    if (run(calls, num, 1) != KVEDGE_OK) fail("refused");
+    for (int j = 0; j < num; j++) is_right(&t[j]), calls[j].out.data = t[j].out_again.data;
+    if (run(calls, num, 3) != KVEDGE_OK) fail("refused with three threads");
+    for (int j = 0; j < num; j++) {
+      if (memcmp(t[j].out.data, t[j].out_again.data, t[j].out.size)) fail("threads change the result");
+      free_tried(&t[j]);
+    }
+    end_case();
+  }
+  end();
+}
+
+/* Rows of any finite magnitude, of which nothing is known; and beside them what a bias hides. */
+static void check_magnitudes(void) {
+  begin("magnitudes that nobody told");
+  const float sizes[] = {1e-35f, 1e-30f, 1.0f, 1e20f, 1e30f, 3e38f};
+  for (int i = 0; i < (is_short() ? 6 : 60); i++) {
+    tried t;
+    new_tried(&t, ONE_OF(1, 3), 20 + random_below(200));
+    const int hides = random_below(2);
+    kvedge_attention_defaults(&t.options);
+    for (int s = 0; s < 2; s++)
+      for (int64_t cell = 0;
+           t.call.keys.format != KVEDGE_FLOAT16 && t.call.values.format != KVEDGE_FLOAT16 && cell < t.sides[s].cells;
+           cell++)
+        for (int head = 0; head < t.sides[s].heads; head++)
+          fill_row(&t.sides[s], cell, head, s == 0 ? 1.0f : sizes[i % 6]);
+    if (hides) { /* every other token, whose rows are as large as can be */
+      t.options.half_bias = t.half_bias, t.options.causal = 0;
+      t.options.bias_strides[0] = t.options.bias_strides[1] = 0, t.options.bias_strides[2] = 1;
+      for (int64_t token = 0; token < t.len; token++) {
+        t.half_bias[token] = token % 2 ? 0xfc00 : 0;
+        for (int s = 0; s < 2 && token % 2; s++)
+          for (int head = 0; head < t.sides[s].heads; head++)
+            fill_row(&t.sides[s], cell_of(&t, token), head,
+                     t.sides[s].rows.format == KVEDGE_FLOAT16 ? 65000.0f : 3e38f);
+      }
+    } else if (i % 2 && t.call.keys.format != KVEDGE_FLOAT16) { /* one key beyond all others takes all */
+      t.options.causal = 0;
+      for (int head = 0; head < t.sides[0].heads; head++)
+        fill_row(&t.sides[0], cell_of(&t, random_below((int)t.len)), head, sizes[i % 6]);
+    }
+    if (run(&t.call, 1, 2) != KVEDGE_OK) fail("refused");
+    is_right(&t);
+    free_tried(&t);
+    end_case();
+  }
+  end();
+}
+
+static void check_refused(void) {
+  begin("what is not valid changes nothing");
+  tried t = {.len = 0};
+  do {
+    if (t.call.num_rows) free_tried(&t);
+    new_tried(&t, 2, 40);
+  } while (t.call.num_kv_heads == 1 || t.len < 2);
+  kvedge_attention_defaults(&t.options);
+  const kvedge_rows_call good = t.call;
+  kvedge_rows_call bad;
+  kvedge_rows_segment segment = t.segments[0];
+  kvedge_attention_options options = t.options;
+  float factors[64];
+  for (int i = 0; i < 64; i++) factors[i] = 1.0f;
+#define REFUSES(status, ...)                                                                                           \
+  do {                                                                                                                 \
+    bad = good, segment = t.segments[0], options = t.options;                                                          \
+    __VA_ARGS__;                                                                                                       \
+    if (run(&bad, 1, 1) != (status)) fail("line %d: not refused: %s", __LINE__, #__VA_ARGS__);                         \
+    for (size_t i = 0; i < t.out.size; i++)                                                                            \
+      if (((unsigned char *)t.out.data)[i] != UNTOUCHED) fail("line %d: written", __LINE__), i = t.out.size;           \
+    end_case();                                                                                                        \
+  } while (0)
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.format = KVEDGE_INT8);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.values.format = KVEDGE_KIVI4);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.format = (kvedge_format)99);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.dim = 0);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.values.dim = 1025);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.token_stride = 2);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.token_stride = -good.keys.token_stride);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.head_stride++);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.bound = NAN);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_kv_heads = 0);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_heads = good.num_heads + 1);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_rows = 0);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_rows = t.len + 1);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_segments = 0);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.segments = NULL);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_segments = 1, bad.num_rows = 1, bad.segments = &segment,
+          segment.num_tokens = 0);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_segments = 1, bad.num_rows = 1, bad.segments = &segment, segment.keys = NULL);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_segments = 1, bad.num_rows = 1, bad.segments = &segment,
+          segment.values = (const char *)segment.values + 1);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.query.data = NULL);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.out.token_stride = 4);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.num_tokens = 1);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.start = 1);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.tolerance = 0.1f);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.window = -1);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.bias_factors = factors, factors[1] = 0.0f);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.bias = t.bias, options.half_bias = t.half_bias);
+  float *q = t.query.data, kept = *q;
+  *q = NAN;
+  REFUSES(KVEDGE_ERROR_NONFINITE, (void)0);
+  *q = kept;
+  CHECK(kvedge_rows_attention_bytes(NULL, 1, 1) == 0);
+  CHECK(kvedge_rows_attention_bytes(&good, 0, 1) == 0);
+  CHECK(kvedge_rows_attention_bytes(&good, 1, 0) == 0);
+  const size_t bytes = kvedge_rows_attention_bytes(&good, 1, 1);
+  block memory = new_block(bytes);
+  kvedge_rows_attention *attention;
+  CHECK(kvedge_rows_attention_init(memory.data, bytes - 1, &good, 1, 1, &attention) == KVEDGE_ERROR_MEMORY);
+  CHECK(kvedge_rows_attention_init(memory.data, bytes, &good, 1, 1, &attention) == KVEDGE_OK);
+  free_block(&memory);
+  free_tried(&t);
+  end();
+}
+
+int main(void) {
+  for (int i = 0; kvedge_isa_compiled(i); i++) {
+    if (!kvedge_isa_available(kvedge_isa_compiled(i), NULL)) continue;
+    kvedge_select_isa(kvedge_isa_compiled(i), NULL);
+    printf("-- %s\n", kvedge_isa_name());
+    check_any_call();
+    check_magnitudes();
+    check_refused();
+  }
+  return report();
+}

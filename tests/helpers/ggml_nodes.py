@@ -1,0 +1,108 @@
+"""One attention node of ggml, made and computed by its own functions."""
+
+import ctypes as c
+
+import llama_cpp.llama_cpp as api
+import numpy as np
+
+_lib = api._lib
+F32, F16, BF16 = 0, 1, 30
+
+
+class _InitParams(c.Structure):
+    _fields_ = [("bytes", c.c_size_t), ("memory", c.c_void_p), ("no_alloc", c.c_bool)]
+
+
+def _function(name, result, *arguments):
+    function = getattr(_lib, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_init = _function("ggml_init", c.c_void_p, _InitParams)
+_free = _function("ggml_free", None, c.c_void_p)
+_tensor = _function("ggml_new_tensor_4d", c.c_void_p, c.c_void_p, c.c_int, *[c.c_int64] * 4)
+_data = _function("ggml_get_data", c.c_void_p, c.c_void_p)
+_attention = _function(
+    "ggml_flash_attn_ext", c.c_void_p, *[c.c_void_p] * 5, c.c_float, c.c_float, c.c_float
+)
+_add_sinks = _function("ggml_flash_attn_ext_add_sinks", None, c.c_void_p, c.c_void_p)
+_graph = _function("ggml_new_graph", c.c_void_p, c.c_void_p)
+_expand = _function("ggml_build_forward_expand", None, c.c_void_p, c.c_void_p)
+_by_type = _function("ggml_backend_init_by_type", c.c_void_p, c.c_int, c.c_char_p)
+_compute = _function("ggml_backend_graph_compute", c.c_int, c.c_void_p, c.c_void_p)
+_free_backend = _function("ggml_backend_free", None, c.c_void_p)
+
+
+def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.0, threads=2):
+    """Return ggml's (rows, heads, dim) of q (heads, rows, dim), k and v (heads, cells, dim).
+
+    Keys and values are float32, float16, or bfloat16 as uint16; the mask is float16 (rows, cells).
+    """
+    size = 1 << 20
+    size += (
+        4 * sum(array.size for array in (q, k, v))
+        + 4 * q.size
+        + (mask.nbytes if mask is not None else 0)
+    )
+    context = _init(_InitParams(size, None, False))
+
+    def tensor(array):
+        kind = {"float32": F32, "float16": F16, "uint16": BF16}[array.dtype.name]
+        shape = [*array.shape[::-1], 1, 1, 1][:4]
+        made = _tensor(context, kind, *shape)
+        c.memmove(_data(made), np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        return made
+
+    backend = _by_type(0, None)
+    try:
+        node = _attention(
+            context,
+            tensor(q),
+            tensor(k),
+            tensor(v),
+            None if mask is None else tensor(mask),
+            scale,
+            max_bias,
+            softcap,
+        )
+        if sinks is not None:
+            _add_sinks(node, tensor(sinks))
+        graph = _graph(context)
+        _expand(graph, node)
+        _lib.ggml_backend_cpu_set_n_threads.argtypes = [c.c_void_p, c.c_int]
+        _lib.ggml_backend_cpu_set_n_threads(backend, threads)
+        assert _compute(backend, graph) == 0
+        shape = (q.shape[1], q.shape[0], v.shape[-1])
+        flat = (c.c_float * int(np.prod(shape))).from_address(_data(node))
+        return np.array(flat, np.float32).reshape(shape)
+    finally:
+        _free_backend(backend)
+        _free(context)
+
+
+def expected(q, k, v, mask, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.0):
+    """Return the same in float64."""
+    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
+    heads, rows, _ = q.shape
+    group = heads // k.shape[0]
+    out = np.zeros((rows, heads, v.shape[-1]))
+    power = 2.0 ** np.floor(np.log2(heads))
+    for h in range(heads):
+        logits = q[h] @ k[h // group].T * scale
+        if softcap:
+            logits = softcap * np.tanh(logits / softcap)
+        slope = 1.0
+        if max_bias:
+            m0, m1 = 2.0 ** (-max_bias / power), 2.0 ** (-max_bias / 2 / power)
+            slope = m0 ** (h + 1) if h < power else m1 ** (2 * (h - power) + 1)
+        if mask is not None:
+            logits = logits + slope * np.asarray(mask[:rows], np.float64)
+        for row in range(rows):
+            most = logits[row].max()
+            if np.isneginf(most):
+                continue
+            p = np.exp(logits[row] - most)
+            total = p.sum() + (np.exp(sinks[h] - most) if sinks is not None else 0.0)
+            out[row, h] = p @ v[h // group] / total
+    return out

@@ -1,0 +1,248 @@
+"""Whole models in llama.cpp: the same logits, texts, states and edits with kvedge as without.
+
+stories260K in float32 (no rounding of activations stands between the two), and SmolLM2-135M where
+``KVEDGE_GGUF`` or ../models has it: its products of quantized activations amplify every last digit,
+so it is held against what llama.cpp's own two kinds of attention differ by.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp")
+gguf_files = pytest.importorskip("helpers.gguf_files")
+from helpers.llama_cpp_models import Model, api  # noqa: E402
+
+from kvedge.cli.app import main  # noqa: E402
+from kvedge.data import STORIES_MODEL  # noqa: E402
+from kvedge.llama import LlamaModel  # noqa: E402
+from kvedge.llama_cpp import disable, enable, report  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+SMOLLM = Path(os.environ.get("KVEDGE_GGUF", ROOT.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"))
+NEAR = 1e-3  # two logits that may change places
+MOST = 0.05  # what ggml's sums in float16 may differ by, in a logit
+
+
+@pytest.fixture(autouse=True)
+def disabled_at_first():
+    disable()
+    yield
+    disable()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "stories.gguf"
+    return gguf_files.write_gguf(path, LlamaModel.from_file(STORIES_MODEL))
+
+
+@pytest.fixture(scope="module")
+def model(model_path):
+    return Model(model_path)
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside. "
+    found = model.tokens(text * 40)
+    assert len(found) > 700
+    return found[:700]
+
+
+def both(action):
+    """What an action gives with llama.cpp alone, and with kvedge."""
+    alone = action()
+    assert enable().enabled, str(report())
+    before = report().taken
+    with_kvedge = action()
+    assert report().taken > before
+    disable()
+    return alone, with_kvedge
+
+
+def assert_same_text(one, other):
+    """Two greedy texts are equal up to where two logits are within NEAR."""
+    (words, logits), (others, _) = one, other
+    for i, (word, another) in enumerate(zip(words, others, strict=True)):
+        if word != another:
+            assert abs(logits[i][word] - logits[i][another]) < NEAR
+            return
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_and_texts_are_those_of_llama_cpp(model, tokens, threads):
+    def action():
+        with model.context(threads=threads) as context:
+            logits = context.decode(tokens)
+            return logits, context.greedy(tokens[:1], 40, start=len(tokens))
+
+    (logits, text), (with_kvedge, its_text) = both(action)
+    assert np.abs(logits - with_kvedge).max() < MOST
+    assert_same_text(text, its_text)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_sequences_of_a_batch_see_their_own_cells(model, tokens, unified):
+    def action():
+        with model.context(n_ctx=2560, sequences=4, kv_unified=unified) as context:
+            for sequence in range(4):
+                context.decode(tokens[: 300 + 60 * sequence], sequence=sequence)
+            rows = []
+            for step in range(6):
+                batch = [
+                    (tokens[step + sequence], 300 + 60 * sequence + step, (sequence,))
+                    for sequence in range(4)
+                ]
+                rows.append(context.decode_batch(batch))
+            return np.array(rows)
+
+    alone, with_kvedge = both(action)
+    assert np.abs(alone - with_kvedge).max() < MOST
+
+
+def test_a_state_goes_from_one_to_the_other(model, tokens):
+    with model.context() as alone:
+        alone.decode(tokens)
+        state = alone.state()
+        expected = alone.greedy(tokens[:1], 20, start=len(tokens))
+    enable()
+    with model.context() as context:
+        context.load_state(state)
+        assert_same_text(expected, context.greedy(tokens[:1], 20, start=len(tokens)))
+        state = context.state()
+    disable()
+    with model.context() as alone:
+        alone.load_state(state)
+        alone.greedy(tokens[:1], 2, start=len(tokens) + 21)
+
+
+def test_a_context_shift_moves_tokens(model, tokens):
+    def action():
+        with model.context() as context:
+            context.decode(tokens)
+            assert api.llama_memory_seq_rm(context.memory, 0, 4, 100)
+            api.llama_memory_seq_add(context.memory, 0, 100, -1, -96)
+            return context.greedy(tokens[:1], 20, start=len(tokens) - 96)
+
+    assert_same_text(*both(action))
+
+
+def test_disabled_attention_is_ggmls_to_the_bit(model, tokens):
+    with model.context() as context:
+        alone = context.decode(tokens)
+    enable()
+    with model.context() as context:
+        context.decode(tokens[:10])
+        disable()
+        api.llama_memory_clear(context.memory, True)
+        assert np.array_equal(context.decode(tokens), alone)
+
+
+def test_contexts_on_several_threads_compute_what_each_computes_alone(model, tokens):
+    enable()
+    with model.context() as context:
+        expected = context.decode(tokens)
+    results = {}
+
+    def work(name):
+        with model.context() as context:
+            results[name] = context.decode(tokens)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    for logits in results.values():
+        assert np.array_equal(logits, expected)
+
+
+# ---- A program of its own -----------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {helpers!r})
+from llama_cpp_models import Model
+model = Model({path!r})
+with model.context() as context:
+    context.decode([1] * 600)
+print("done")
+"""
+
+
+def execute(*command, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "kvedge", "exec", *map(str, command)],
+        env={**os.environ, "KVEDGE_GGML_STATS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.subprocess
+def test_exec_lets_an_unchanged_program_attend_with_kvedge(model_path):
+    program = PROGRAM.format(helpers=str(ROOT / "tests/helpers"), path=str(model_path))
+    done = execute(sys.executable, "-c", program)
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+    assert " attention nodes" in done.stderr
+
+
+@pytest.mark.subprocess
+def test_exec_says_where_it_cannot_help(tmp_path):
+    none = execute(sys.executable, "-c", "pass")
+    assert none.returncode == 0 and "no ggml was taken over" in none.stderr
+    missing = execute("no-such-program")
+    assert missing.returncode == 2 and "there is no program 'no-such-program'" in missing.stderr
+    source, program = tmp_path / "main.c", tmp_path / "main"
+    source.write_text("int main(void) { return 0; }\n")
+    if subprocess.run(["cc", "-static", source, "-o", program], check=False).returncode == 0:
+        refused = execute(program)
+        assert refused.returncode == 2 and "linked statically" in refused.stderr
+
+
+# ---- A model of a size that people use ---------------------------------------------------------
+
+
+@pytest.mark.skipif(not SMOLLM.is_file(), reason=f"{SMOLLM} is not there")
+def test_perplexity_of_a_real_model_is_llama_cpps():
+    model = Model(SMOLLM)
+    tokens = model.tokens((ROOT / "LICENSE").read_text())[:900]
+
+    def loss(**options):
+        with model.context(**options) as context:
+            logits = context.decode(tokens).astype(np.float64)[:-1]
+        logits -= logits.max(axis=-1, keepdims=True)
+        chosen = logits[np.arange(len(logits)), tokens[1:]]
+        return float(np.mean(np.log(np.exp(logits).sum(axis=-1)) - chosen))
+
+    without_flash, alone = loss(flash=False), loss()
+    assert enable().enabled
+    before = report().taken
+    with_kvedge = loss()
+    assert report().taken > before
+    assert abs(with_kvedge - alone) < 2 * abs(without_flash - alone) + 2e-3
+
+
+def test_bench_measures_tokens_and_prompts(model_path, capsys):
+    arguments = ["--depths", "0", "300", "--prompt", "16", "--rounds", "1", "--no-repack", "--json"]
+    assert main(["bench", "llama.cpp", "-m", str(model_path), *arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["what"], row["depth"]) for row in rows] == [
+        ("a token", 0),
+        ("16 tokens", 0),
+        ("a token", 300),
+        ("16 tokens", 300),
+    ]
+    for row in rows:
+        assert set(row["milliseconds"]) == {"-fa off", "-fa on", "kvedge"}
+    assert main(["bench", "llama.cpp", "-m", "no-such.gguf"]) != 0
+    assert "there is no file no-such.gguf" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+"""One attention node at a time, by ggml's own functions: masks, types, what falls back."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llama_cpp")
+from helpers.ggml_nodes import attend, expected
+
+from kvedge.llama_cpp import disable, enable, report
+
+HIDDEN = -np.inf
+CELLS = 700
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    assert enable().enabled, str(enable())
+    yield
+    disable()
+
+
+def arrays(rows, cells=CELLS, heads=6, kv_heads=2, dim=64, value_dim=64, seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((heads, rows, dim)).astype(np.float32)
+    k = rng.standard_normal((kv_heads, cells, dim)).astype(np.float16)
+    v = rng.standard_normal((kv_heads, cells, value_dim)).astype(np.float16)
+    return q, k, v
+
+
+def mask_of(rows, seen, cells=CELLS):
+    """A mask, (rows, cells), of what `seen` tells; more rows as llama.cpp pads it."""
+    made = np.full(((rows + 63) // 64 * 64, cells), HIDDEN, np.float16)
+    for row in range(rows):
+        for cell in range(cells):
+            if seen(row, cell):
+                made[row, cell] = 0
+    return made
+
+
+MASKS = {
+    "all": (3, lambda row, cell: True),
+    "one row, a prefix": (1, lambda row, cell: cell < 600),
+    "one row, holes": (1, lambda row, cell: cell // 100 % 2 == 0),
+    "one row, every other cell": (1, lambda row, cell: cell % 2 == 0),
+    "nothing": (2, lambda row, cell: False),
+    "a row that sees nothing": (3, lambda row, cell: row != 1 and cell < 650),
+    "a prompt": (40, lambda row, cell: cell <= 600 + row),
+    "a prompt from the start": (40, lambda row, cell: cell <= row),
+    "a prompt behind holes": (40, lambda row, cell: cell < 100 or 200 <= cell <= 500 + row),
+    "a window": (40, lambda row, cell: 100 + row < cell <= 600 + row),
+    "a window that begins to move": (40, lambda row, cell: 20 + row - 30 < cell <= 20 + row),
+    "two sequences": (
+        40,
+        lambda row, cell: cell <= 100 + row if row < 20 else 200 <= cell < 400 + row,
+    ),
+    "sequences of one token each": (
+        4,
+        lambda row, cell: 150 * row <= cell < 150 * row + 100 + row,
+    ),
+    "sequences that alternate": (4, lambda row, cell: cell % 4 == row),
+    "a tree": (8, lambda row, cell: cell < 600 or cell in {600 + row, 600 + row // 2}),
+    "both sides": (30, lambda row, cell: abs(cell - 300 - row) < 100),
+    "many groups": (200, lambda row, cell: cell < 300 + row * 7 % 11),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_shows_what_it_shows_to_ggml(name, threads):
+    rows, seen = MASKS[name]
+    q, k, v = arrays(rows, seed=len(name))
+    mask = mask_of(rows, seen)
+    before = report().taken
+    out = attend(q, k, v, mask, threads=threads)
+    assert report().taken == before + 1
+    np.testing.assert_allclose(out, expected(q, k, v, mask), atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 10.0}, {"max_bias": 8.0}, {"sinks": True}, {}])
+@pytest.mark.parametrize("heads", [6, 8])
+def test_options_of_a_node_are_ggmls(options, heads):
+    q, k, v = arrays(5, heads=heads)
+    options = dict(options)
+    if options.get("sinks"):
+        options["sinks"] = np.linspace(-2, 3, heads).astype(np.float32)
+    mask = np.full((64, CELLS), HIDDEN, np.float16)
+    for row in range(5):
+        mask[row, : 650 + row] = -np.abs(np.arange(650 + row) - 649 - row).astype(np.float16)
+    out = attend(q, k, v, mask, **options)
+    np.testing.assert_allclose(out, expected(q, k, v, mask, **options), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_rows_of_each_type_are_read_in_place(kind):
+    q, k, v = arrays(2, value_dim=96)
+    k, v = k.astype(np.float32), v.astype(np.float32)
+    stored = [k, v]
+    if kind == "float16":
+        stored = [k.astype(np.float16), v.astype(np.float16)]
+    elif kind == "bfloat16":
+        stored = [(array.view(np.uint32) >> 16).astype(np.uint16) for array in (k, v)]
+        k, v = ((array.astype(np.uint32) << 16).view(np.float32) for array in stored)
+    before = report().taken
+    out = attend(q, *stored)
+    assert report().taken == before + 1
+    np.testing.assert_allclose(out, expected(q, k, v, None), atol=1e-3)
+
+
+def test_what_kvedge_cannot_do_falls_back_to_ggmls_kernel():
+    """Infinities in rows that are hidden are nothing to ggml; a query that is no number is."""
+    q, k, v = arrays(3)
+    mask = mask_of(3, lambda row, cell: cell < 300 or cell >= 350)
+    mask[:, :300] = -1.0  # not 0, so that the mask is added
+    k[:, 300:350] = v[:, 300:350] = np.inf
+    bad = q.copy()
+    bad[0, 1, 5] = np.nan
+    cases = [(q, k, v, mask), (bad, *arrays(3)[1:])]
+    before = report()
+    with_kvedge = [attend(*case) for case in cases]
+    assert sum(report().left.values()) > sum(before.left.values())
+    assert np.isfinite(with_kvedge[0]).all()
+    disable()
+    for case, out in zip(cases, with_kvedge, strict=True):
+        np.testing.assert_allclose(out, attend(*case), atol=4e-3)
+
+
+def test_nodes_of_few_cells_are_left():
+    q, k, v = arrays(1, cells=31)
+    before = report()
+    with_kvedge = attend(q, k, v)
+    assert report().taken == before.taken and sum(report().left.values()) > sum(
+        before.left.values()
+    )
+    disable()
+    assert np.array_equal(with_kvedge, attend(q, k, v))
