@@ -525,7 +525,7 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
  * neither shrinks as tokens are added, so what they say of the longest context is enough for all
  * of it. run leaves a partial result in a slot; a slot is free again after collect. With as many
  * slots as slices (slot = slice) all may run before any is collected; one slot is enough for one
- * thread. A slot takes some 200 KiB beside its result, which are touched only as threads run
+ * thread. A slot takes some 250 KiB beside its result, which are touched only as threads run
  * slices at the same time. Slices do not depend on the number of threads, so neither do the
  * results, to the bit. */
 typedef struct kvedge_attention kvedge_attention;
@@ -555,15 +555,15 @@ void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
  * Once all slices have run, all is written. Nothing is allocated. What calls point to stays as it is until then. Results
  * do not depend on the threads, to the bit. */
 
-/* Keys, or values: rows of float32, float16 or bfloat16, the elements of each side by side. Those of tokens that are
- * seen are finite, and of hidden ones as well. */
+/* Keys, or values: rows of float32, float16, bfloat16 or q8_0, the elements of each side by side. Those of tokens that
+ * are seen are finite, and of hidden ones as well; scales are not negative, and lie at even addresses. */
 typedef struct {
-  kvedge_format format;   /* KVEDGE_FLOAT32, KVEDGE_FLOAT16 or KVEDGE_BFLOAT16 */
-  int dim;                /* elements of a row, 1..1024 */
+  kvedge_format format;   /* KVEDGE_FLOAT32, KVEDGE_FLOAT16, KVEDGE_BFLOAT16 or KVEDGE_Q8_0 */
+  int dim;                /* elements of a row, 1..1024; of q8_0 a multiple of 32 */
   ptrdiff_t token_stride; /* bytes from a token's row to the next one's of the same KV head: those of a row at least */
   ptrdiff_t head_stride;  /* and to that of the next KV head; where heads lie side by side they are read together */
   float bound;            /* at least the largest magnitude of a row; 0: not known, which costs nothing unless rows are
-                             * beyond 2^60 (they are looked at again then), and of float16 does not matter */
+                             * beyond 2^60 (they are looked at again then); of float16 and q8_0 it does not matter */
 } kvedge_rows;
 
 /* Tokens that lie one after the other: their first rows, of KV head 0. Aligned as elements are. */

@@ -51,6 +51,13 @@ typedef struct {
   float bound;                      /* as in kvedge_layer */
 } kvedge_view_side;
 
+/* Scales lie in the rows, whose strides are known. */
+static inline void kvedge_find_scales_in_rows(kvedge_view_side *side) {
+  side->scales_in_rows = 1;
+  side->scale_token_stride = side->row_stride, side->scale_head_stride = side->head_stride;
+  side->scale_group_stride = side->group_stride = side->format->group_bytes;
+}
+
 /* Any cache, as attention sees it: segments of equal strides. */
 typedef struct {
   kvedge_view_side side[SIDES];

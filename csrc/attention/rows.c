@@ -24,7 +24,8 @@ struct kvedge_rows_attention {
 /* The format of rows and what is known of their magnitudes; 0: rows of it cannot be read in place. */
 static int format_of_rows(const kvedge_rows *rows, kvedge_view_side *side, int *unknown) {
   switch ((int)rows->format) {
-    case KVEDGE_FLOAT16: side->bound = 65504.0f; break;
+    case KVEDGE_FLOAT16:
+    case KVEDGE_Q8_0: side->bound = 65504.0f; break; /* of its scales */
     case KVEDGE_FLOAT32:
     case KVEDGE_BFLOAT16:
       side->bound = rows->bound > 0.0f ? rows->bound : 1.0f;
@@ -38,18 +39,25 @@ static int format_of_rows(const kvedge_rows *rows, kvedge_view_side *side, int *
 
 static int is_multiple(ptrdiff_t of, uintptr_t x) { return x % (uintptr_t)of == 0; }
 
+/* What addresses of rows are multiples of. */
+static ptrdiff_t alignment_of(const kvedge_format_info *format) {
+  return format->group_bytes ? (ptrdiff_t)sizeof(uint16_t) : format->bits / 8;
+}
+
 /* A side of the view; *apart: its heads do not lie side by side. 0: it is not valid. */
 static int side_of_rows(const kvedge_rows *rows, int num_kv_heads, kvedge_view_side *side, int *apart, int *unknown) {
   *side = (kvedge_view_side){.block_tokens = KVEDGE_BLOCK, .block_rows = KVEDGE_BLOCK};
   if (rows->dim < 1 || rows->dim > KVEDGE_MAX_HEAD_DIM || !(rows->bound >= 0.0f) || isinf(rows->bound)) return 0;
   if (!format_of_rows(rows, side, unknown)) return 0;
-  const ptrdiff_t element = side->format->bits / 8, row = (ptrdiff_t)kvedge_row_bytes(side->format, rows->dim);
+  if (side->format->group_bytes && rows->dim % side->format->group_channels) return 0;
+  const ptrdiff_t element = alignment_of(side->format), row = (ptrdiff_t)kvedge_row_bytes(side->format, rows->dim);
   if (rows->token_stride < row || !is_multiple(element, (uintptr_t)rows->token_stride)) return 0;
   if (!is_multiple(element, (uintptr_t)rows->head_stride)) return 0;
-  side->shape = (kvedge_row_shape){.dim = rows->dim, .group_size = rows->dim};
+  side->shape = kvedge_row_shape_of(side->format, rows->dim, rows->dim, KVEDGE_SCALE_FLOAT32);
   side->row_stride = rows->token_stride;
   side->head_stride = num_kv_heads == 1 ? row : rows->head_stride;
   side->token_bytes = row * num_kv_heads;
+  if (side->format->group_bytes) kvedge_find_scales_in_rows(side);
   *apart |= side->head_stride != row || rows->token_stride / row < num_kv_heads;
   return 1;
 }
@@ -164,7 +172,7 @@ static kvedge_status check(const kvedge_rows_call *call) {
   if (!kvedge_array_is_valid(&call->query) || !kvedge_array_is_valid(&call->out)) return KVEDGE_ERROR_ARGUMENT;
   if (!kvedge_array_is_apart(&call->out, call->num_rows, call->num_heads, call->values.dim))
     return KVEDGE_ERROR_ARGUMENT;
-  const ptrdiff_t element[SIDES] = {view.side[KEYS].format->bits / 8, view.side[VALUES].format->bits / 8};
+  const ptrdiff_t element[SIDES] = {alignment_of(view.side[KEYS].format), alignment_of(view.side[VALUES].format)};
   for (int i = 0; i < call->num_segments; i++) {
     const kvedge_rows_segment *at = &call->segments[i];
     if (!at->keys || !is_multiple(element[KEYS], (uintptr_t)at->keys)) return KVEDGE_ERROR_ARGUMENT;

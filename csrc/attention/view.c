@@ -10,26 +10,24 @@ static const char *scales_of(const kvedge_side *side, int64_t row) {
 }
 
 static kvedge_view_side view_side(const kvedge_side *side, int64_t first, float bound) {
-  const int in_rows = side->format->group_bytes > 0;
   const int row_tokens = side->format->row_tokens, block_tokens = row_tokens > KVEDGE_BLOCK ? row_tokens : KVEDGE_BLOCK;
   const ptrdiff_t heads = side->num_kv_heads, row = (ptrdiff_t)side->row_bytes,
-                  scales = in_rows ? row : (ptrdiff_t)side->scale_row_bytes;
-  const ptrdiff_t scale_bytes = (ptrdiff_t)kvedge_scale_size(side->shape.scale_type);
-  return (kvedge_view_side){.format = side->format,
-                            .shape = side->shape,
-                            .block_tokens = block_tokens,
-                            .block_rows = block_tokens / row_tokens,
-                            .row_stride = row * heads,
-                            .head_stride = row,
-                            .token_bytes = row * heads / row_tokens,
-                            .scale_token_stride = scales * heads,
-                            .scale_head_stride = scales,
-                            .scale_group_stride = in_rows ? side->format->group_bytes : scale_bytes,
-                            .group_stride = in_rows ? side->format->group_bytes
-                                                    : (ptrdiff_t)side->shape.group_size * side->format->bits / 8,
-                            .scales_in_rows = in_rows,
-                            .first = kvedge_place_in_row(side->format, first),
-                            .bound = bound};
+                  scales = (ptrdiff_t)side->scale_row_bytes;
+  kvedge_view_side of = {.format = side->format,
+                         .shape = side->shape,
+                         .block_tokens = block_tokens,
+                         .block_rows = block_tokens / row_tokens,
+                         .row_stride = row * heads,
+                         .head_stride = row,
+                         .token_bytes = row * heads / row_tokens,
+                         .group_stride = (ptrdiff_t)side->shape.group_size * side->format->bits / 8,
+                         .scale_token_stride = scales * heads,
+                         .scale_head_stride = scales,
+                         .scale_group_stride = (ptrdiff_t)kvedge_scale_size(side->shape.scale_type),
+                         .first = kvedge_place_in_row(side->format, first),
+                         .bound = bound};
+  if (side->format->group_bytes) kvedge_find_scales_in_rows(&of);
+  return of;
 }
 
 kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_attention_options *options,

@@ -1,6 +1,7 @@
 /* Attention to keys and values in memory of others, against a plain one in double: any strides, segments, formats and
  * options, several calls together, on any threads. */
 #include "check.h"
+#include "formats/format.h"
 #include "formats/half.h"
 #include "kvedge.h"
 
@@ -25,11 +26,24 @@ static char *row_at(const side *s, int64_t cell, int head) {
 static double element(const side *s, int64_t cell, int head, int d) {
   const char *row = row_at(s, cell, head);
   if (s->rows.format == KVEDGE_FLOAT32) return ((const float *)row)[d];
+  if (s->rows.format == KVEDGE_Q8_0)
+    return (double)kvedge_float_of_half(*(const uint16_t *)(row + d / 32 * 34)) * (int8_t)row[d / 32 * 34 + 2 + d % 32];
   const uint16_t bits = ((const uint16_t *)row)[d];
   return s->rows.format == KVEDGE_FLOAT16 ? kvedge_float_of_half(bits) : kvedge_float_of_bfloat(bits);
 }
 
+/* Formats whose rows end near 65504. */
+static int is_of_halves(const side *s) { return s->rows.format == KVEDGE_FLOAT16 || s->rows.format == KVEDGE_Q8_0; }
+
 static void fill_row(const side *s, int64_t cell, int head, float size) {
+  if (s->rows.format == KVEDGE_Q8_0) {
+    const kvedge_format_info *format = kvedge_format_of(KVEDGE_Q8_0);
+    const kvedge_row_shape shape = kvedge_row_shape_of(format, s->rows.dim, 0, KVEDGE_SCALE_FLOAT32);
+    float x[KVEDGE_MAX_HEAD_DIM];
+    for (int d = 0; d < s->rows.dim; d++) x[d] = random_signed(size);
+    format->encode(&shape, x, 1, row_at(s, cell, head), NULL);
+    return;
+  }
   for (int d = 0; d < s->rows.dim; d++) {
     const float x = random_signed(size);
     char *row = row_at(s, cell, head);
@@ -42,7 +56,9 @@ static side new_side(int cells, int heads, int dim) {
   side s = {.cells = cells, .heads = heads};
   s.rows.format = (kvedge_format)ONE_OF(KVEDGE_FLOAT32, KVEDGE_FLOAT16, KVEDGE_FLOAT16, KVEDGE_BFLOAT16);
   s.rows.dim = dim;
-  const size_t bytes = s.rows.format == KVEDGE_FLOAT32 ? 4 : 2, row = (size_t)dim * bytes;
+  if (dim % 32 == 0 && random_below(3) == 0) s.rows.format = KVEDGE_Q8_0;
+  const size_t bytes = s.rows.format == KVEDGE_FLOAT32 ? 4 : 2;
+  const size_t row = s.rows.format == KVEDGE_Q8_0 ? (size_t)dim / 32 * 34 : (size_t)dim * bytes;
   const size_t gap = bytes * (size_t)ONE_OF(0, 0, 1, 8);
   size_t inner = row + gap, outer;
   if (random_below(3)) { /* token-major */
@@ -283,8 +299,7 @@ static void check_magnitudes(void) {
     const int hides = random_below(2);
     kvedge_attention_defaults(&t.options);
     for (int s = 0; s < 2; s++)
-      for (int64_t cell = 0;
-           t.call.keys.format != KVEDGE_FLOAT16 && t.call.values.format != KVEDGE_FLOAT16 && cell < t.sides[s].cells;
+      for (int64_t cell = 0; !is_of_halves(&t.sides[0]) && !is_of_halves(&t.sides[1]) && cell < t.sides[s].cells;
            cell++)
         for (int head = 0; head < t.sides[s].heads; head++)
           fill_row(&t.sides[s], cell, head, s == 0 ? 1.0f : sizes[i % 6]);
@@ -295,10 +310,9 @@ static void check_magnitudes(void) {
         t.half_bias[token] = token % 2 ? 0xfc00 : 0;
         for (int s = 0; s < 2 && token % 2; s++)
           for (int head = 0; head < t.sides[s].heads; head++)
-            fill_row(&t.sides[s], cell_of(&t, token), head,
-                     t.sides[s].rows.format == KVEDGE_FLOAT16 ? 65000.0f : 3e38f);
+            fill_row(&t.sides[s], cell_of(&t, token), head, is_of_halves(&t.sides[s]) ? 65000.0f : 3e38f);
       }
-    } else if (i % 2 && t.call.keys.format != KVEDGE_FLOAT16) { /* one key beyond all others takes all */
+    } else if (i % 2 && !is_of_halves(&t.sides[0])) { /* one key beyond all others takes all */
       t.options.causal = 0;
       for (int head = 0; head < t.sides[0].heads; head++)
         fill_row(&t.sides[0], cell_of(&t, random_below((int)t.len)), head, sizes[i % 6]);
@@ -335,6 +349,7 @@ static void check_refused(void) {
     end_case();                                                                                                        \
   } while (0)
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.format = KVEDGE_INT8);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, (bad.keys.format = KVEDGE_Q8_0, bad.keys.dim = 40));
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.values.format = KVEDGE_KIVI4);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.format = (kvedge_format)99);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.dim = 0);

@@ -192,24 +192,19 @@ static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_ti
  * the time of a call for each group.
  */
 
-/* The values of a chunk's tokens added to `num_groups` groups of `count` queries from one on. (A constant: count.) */
-KVEDGE_INLINE void sum_chunk(const kvedge_stretch *stretches, const kvedge_tile *values, int num_tokens, int first_group,
-                             int num_groups, const int count, const int16_t *codes, const float *scale,
-                             const float *rescale, const kvedge_accumulators *to) {
+/* The values of a chunk's tokens added to `num_groups` groups of `count` queries from one on; codes and scales of a group's
+ * queries are num_queries rows. (A constant where this is inlined: count.) */
+KVEDGE_INLINE void sum_chunk(const kvedge_stretch *stretches, const kvedge_tile *values, int num_tokens,
+                             int first_group, int num_groups, const int count, int num_queries, const int16_t *codes,
+                             const float *scale, const float *rescale, const kvedge_accumulators *to, float *acc) {
   static const int32_t start[SUM_QUERIES];
   __m256i none[2][2];
-  enum { ROW = KVEDGE_TILE, SCALES_OF_ROW = KVEDGE_TILE_BLOCKS };
-  for (int g = 0; g < num_groups; g++, codes += count * ROW, scale += count * SCALES_OF_ROW) {
-    const int channel = (int)((first_group + g) * values->group_stride);
-    float *acc = to->acc + (first_group + g) * KVEDGE_GROUP;
-    if (count <= 2) {
-      sum_groups(8, stretches, values->token_stride, num_tokens, channel, ROWS, none, 2, 16, count, codes, start, scale,
-                 rescale, acc, to->stride);
-      continue;
-    }
-    for (int d = 0; d < KVEDGE_GROUP; d += 16)
-      sum_groups(8, stretches, values->token_stride, num_tokens, channel + d, ROWS, none, 1, 16, count, codes, start,
-                 scale, rescale, acc + d, to->stride);
+  for (int g = first_group; g < first_group + num_groups; g++) {
+    const int channel = (int)(g * values->group_stride), together = count <= 2 ? 2 : 1; /* times 16 channels */
+    for (int d = 0; d < KVEDGE_GROUP; d += 16 * together)
+      sum_groups(8, stretches, values->token_stride, num_tokens, channel + d, ROWS, none, together, 16, count, codes,
+                 start, scale, rescale, acc + g * KVEDGE_GROUP + d, to->stride);
+    codes += num_queries * KVEDGE_TILE, scale += num_queries * KVEDGE_TILE_BLOCKS;
   }
 }
 
@@ -221,25 +216,23 @@ static __attribute__((noinline)) void sum_few(const kvedge_probabilities *p, con
   const int num_groups = values->dim / KVEDGE_GROUP, at_a_time = KVEDGE_QUERY_ROWS / n;
   const kvedge_next_tile next = kvedge_next_of(values, (int)(num_groups * values->group_stride));
   tile_weights *weights = (void *)p->scratch;
-  for (int g = 0, count; g < num_groups; g += count) {
-    count = num_groups - g < at_a_time ? num_groups - g : at_a_time;
-    quantize_weights_of(p, values, together, g, count, weights);
+  for (int g = 0, groups; g < num_groups; g += groups) {
+    groups = num_groups - g < at_a_time ? num_groups - g : at_a_time;
+    quantize_weights_of(p, values, together, g, groups, weights);
     for (int t = 0, k = 0; t < values->num_tokens; t += together, k++) {
       const int num_tokens = values->num_tokens - t < together ? values->num_tokens - t : together;
       const float *rescale = t > 0 ? one : to->rescale;
       kvedge_stretch stretches[TOGETHER / KVEDGE_BLOCK];
       for (int i = 0, first = t; first < t + num_tokens; first += stretches[i++].num_tokens)
         stretches[i] = kvedge_stretch_of(values, &next, first, t + num_tokens);
-#define SUM_CHUNK(queries)                                                                                             \
-  case queries:                                                                                                        \
-    sum_chunk(stretches, values, num_tokens, g, count, queries, weights->codes[0] + t, weights->scale[0] + k, rescale, \
-              to);                                                                                                     \
-    break
-      switch (n) {
-        SUM_CHUNK(1);
-        SUM_CHUNK(2);
-        SUM_CHUNK(3);
-        SUM_CHUNK(4);
+#define SUM_CHUNK(count)                                                                                               \
+  sum_chunk(stretches, values, num_tokens, g, groups, count, n, weights->codes[i] + t, weights->scale[i] + k,          \
+            rescale + i, to, to->acc + i * to->stride)
+      int i = 0;
+      if (n == 4) SUM_CHUNK(4);
+      else {
+        if (n >= 2) SUM_CHUNK(2), i = 2;
+        if (n % 2) SUM_CHUNK(1);
       }
 #undef SUM_CHUNK
     }

@@ -507,16 +507,15 @@ KVEDGE_INLINE void sum_two_groups(const value_rows *v, const int apart, const in
     for (int c = 0; c < 4; c++) totals[i][c] = total_of(2, sum[i][0][c], sum[i][1][c], sum[i][1][c]);
 }
 
-/* As many queries at a time as sums have registers for. */
+/* Two queries at a time: three would be as fast, for half as much code again. */
 KVEDGE_INLINE void sum_groups(const value_rows *v, const int apart, int num_queries, const uint8_t *codes,
                               const float *scale, const kvedge_accumulators *to, float *acc) {
-  for (int i = 0, count, passes = (num_queries + 2) / 3; passes > 0; i += count, passes--) {
+  for (int i = 0, count, passes = (num_queries + 1) / 2; passes > 0; i += count, passes--) {
     __m512 totals[SUM_QUERIES][4];
     const ptrdiff_t to_second = num_queries * CODE_ROW;
     count = (num_queries - i + passes - 1) / passes;
     if (count == 1) sum_two_groups(v, apart, 1, codes + i * CODE_ROW, to_second, totals);
-    else if (count == 2) sum_two_groups(v, apart, 2, codes + i * CODE_ROW, to_second, totals);
-    else sum_two_groups(v, apart, 3, codes + i * CODE_ROW, to_second, totals);
+    else sum_two_groups(v, apart, 2, codes + i * CODE_ROW, to_second, totals);
     for (int j = i; j < i + count; j++) {
       const float scales[] = {scale[j], scale[KVEDGE_QUERY_ROWS + j]}, rescales[] = {to->rescale[j], to->rescale[j]};
       add_totals_of_heads(totals[j - i], 2, scales, rescales, acc + j * to->stride);
