@@ -26,7 +26,7 @@ static void fill(const kvedge_attention *a, const kvedge_queries *to, const floa
     int n = dim - start < a->group_size ? dim - start : a->group_size;
     if (to->quantized) {
       float of_group = a->num_groups == 1 ? largest : largest_magnitude(a, x + start, n);
-      a->cells[KEYS]->encode_query(x + start, n, factor, of_group * fabsf(factor), a->planes,
+      a->cells[KEYS]->encode_query(x + start, n, factor, of_group * fabsf(factor), a->planes[KEYS],
                                    to->quantized + at * pad * KVEDGE_QUANTIZED_BYTES, to->scales + at,
                                    to->offsets + at * 4);
       continue;

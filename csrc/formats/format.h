@@ -31,8 +31,10 @@ typedef struct {
   const char *name;      /* as Python says it */
   const char *file_type; /* safetensors' name of the type of an element; NULL: session files hold none of the format */
   int bits;              /* of an element; a row takes ceil(dim * bits / 8) bytes */
-  int has_scales;        /* a row has a scale for each group, and may be stored minus a key offset */
-  int row_tokens;        /* tokens of a stored row: 1, or KVEDGE_RUN, a run, which are encoded together */
+  int product_bits; /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
+                          * of products of 8 bits (docs/numerics.md), else 0 */
+  int has_scales;   /* a row has a scale for each group, and may be stored minus a key offset */
+  int row_tokens;   /* tokens of a stored row: 1, or KVEDGE_RUN, a run, which are encoded together */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest
    * stored magnitude. INFINITY: it is too large to be stored. */
