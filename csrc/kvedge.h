@@ -411,6 +411,8 @@ kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_la
 /* ---- Attention ---------------------------------------------------------------------------- */
 
 /* Start from kvedge_attention_defaults() and change what is needed. */
+enum { KVEDGE_PRECISION_AUTO = -1 }; /* kvedge_attention_options.precision_bits */
+
 typedef struct {
   float scale;               /* of the logits; NaN: 1 / sqrt(head_dim) */
   int causal;                /* 1: row i of n sees tokens 0..len-n+i; 0: all tokens */
@@ -426,7 +428,9 @@ typedef struct {
   int precision_bits; /* of queries and probabilities in integer products: 24, 16, 8 (the fewer the
                              * faster; docs/numerics.md has the errors), or 0: 16 where the contract
                              * (2e-4) allows, else 24: for queries where logits are small enough, for
-                             * probabilities past the first 1,024 tokens if value_head_dim is 64 or more */
+                             * probabilities past the first 1,024 tokens if value_head_dim is 64 or more;
+                             * or KVEDGE_PRECISION_AUTO: 8 for keys and for values that are stored as int4, whose own
+                             * error is more than ten times that of products of 8 bits, else as 0 */
   int64_t num_tokens; /* the call reads tokens 0..num_tokens-1 of a layer, and its query rows are those of the
                              * last of them; 0: all that the layer holds when the call begins. Where another thread
                              * appends, set it to the length that masks, biases and room for slices were made for.

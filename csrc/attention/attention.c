@@ -12,7 +12,9 @@ kvedge_status kvedge_request_check(const kvedge_request *r) {
   if (view->len < 1 || ((!o || o->causal) && r->num_rows > view->len)) return KVEDGE_ERROR_ARGUMENT;
   if (o) {
     if (isinf(o->scale) || !(o->softcap >= 0.0f) || isinf(o->softcap)) return KVEDGE_ERROR_ARGUMENT;
-    if (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24) return KVEDGE_ERROR_ARGUMENT;
+    if (o->precision_bits != KVEDGE_PRECISION_AUTO &&
+        (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24))
+      return KVEDGE_ERROR_ARGUMENT;
     if (!(o->tolerance >= 0.0f && o->tolerance < 1.0f)) return KVEDGE_ERROR_ARGUMENT;
     if (o->start < 0 || o->start > view->len) return KVEDGE_ERROR_ARGUMENT;
     for (int h = 0; o->bias_factors && h < r->num_heads; h++)

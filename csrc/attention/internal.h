@@ -109,7 +109,7 @@ struct kvedge_attention {
   float *alibi_slopes; /* (num_heads) what options.alibi_slopes points to: a copy that lives with the call */
   char *queries;       /* (slots or row blocks, query_bytes), see kvedge_queries_of() */
   size_t query_bytes;
-  int planes;     /* of queries and probabilities: 1 to 3, or 0 for what each tile needs */
+  int planes[2];  /* of queries (KEYS) and probabilities (VALUES): 1 to 3, or 0 for what each tile needs */
   int num_groups; /* of a query: those of the keys' scales, or 1 */
   int group_size; /* channels of each */
   int group_pad;  /* the same, rounded up to KVEDGE_QUERY_PAD */

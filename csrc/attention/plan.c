@@ -140,8 +140,11 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
   plan_kernels(a);
   a->tile = plan_tile(a);
   a->chunks_per_block = plan_chunks(a);
-  a->planes = a->options.precision_bits / 8;
-  if (a->planes == 0 && (dim <= TINY_ROW_CHANNELS || value_dim <= TINY_ROW_CHANNELS)) a->planes = 3;
+  for (int s = KEYS; s <= VALUES; s++) {
+    const int is_auto = o->precision_bits == KVEDGE_PRECISION_AUTO;
+    a->planes[s] = (is_auto ? view->side[s].format->product_bits : o->precision_bits) / 8;
+    if (a->planes[s] == 0 && (dim <= TINY_ROW_CHANNELS || value_dim <= TINY_ROW_CHANNELS)) a->planes[s] = 3;
+  }
   a->acc_stride = (value_dim + 15) / 16 * 16;
   a->partial_floats = kvedge_partial_floats(a);
   a->num_refits = 1;

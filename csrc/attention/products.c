@@ -134,8 +134,8 @@ static void choose_planes(const kvedge_attention *a, const head_tile *h, const k
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
   float bound = a->view.side[KEYS].bound * a->factor[KEYS];
   for (int j = 0; j < h->count; j++) plain &= error[j] * bound <= KVEDGE_LOGIT_ERROR;
-  if (a->planes || plain) {
-    for (int j = 0; j < h->count; j++) planes[j] = a->planes ? a->planes : 2;
+  if (a->planes[KEYS] || plain) {
+    for (int j = 0; j < h->count; j++) planes[j] = a->planes[KEYS] ? a->planes[KEYS] : 2;
     return;
   }
   int alike = !h->masking || !kvedge_has_mask(&a->options); /* do a row's heads see the same? */
@@ -178,7 +178,7 @@ static kvedge_query query_of_groups(const kvedge_attention *a, const head_tile *
   } else {
     q.values = queries->values + at * pad;
   }
-  if (kvedge_is_of_runs(a->view.side[KEYS].format)) q.planes = a->planes, q.error = queries->error + at;
+  if (kvedge_is_of_runs(a->view.side[KEYS].format)) q.planes = a->planes[KEYS], q.error = queries->error + at;
   return q;
 }
 
@@ -223,7 +223,7 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
 static kvedge_probabilities probabilities_of(const kvedge_attention *a, const head_tile *h, int num_queries,
                                              const float *p, workspace *w) {
   enum { FIRST_TOKENS = 1024, FEW_CHANNELS = 64 };
-  const int few = a->view.side[VALUES].shape.dim < FEW_CHANNELS, chosen = a->planes;
+  const int few = a->view.side[VALUES].shape.dim < FEW_CHANNELS, chosen = a->planes[VALUES];
   return (kvedge_probabilities){.num_queries = num_queries,
                                 .planes = chosen                                 ? chosen
                                           : few || h->tile->token < FIRST_TOKENS ? 3

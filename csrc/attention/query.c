@@ -27,7 +27,7 @@ static void fill(const kvedge_attention *a, const kvedge_queries *to, const floa
     if (to->quantized) {
       const int one_scale = a->num_groups == 1 || a->takes_groups[KEYS];
       float of_group = one_scale ? largest : largest_magnitude(a, x + start, n);
-      a->cells[KEYS]->encode_query(x + start, n, factor, of_group * fabsf(factor), a->planes,
+      a->cells[KEYS]->encode_query(x + start, n, factor, of_group * fabsf(factor), a->planes[KEYS],
                                    to->quantized + at * pad * KVEDGE_QUANTIZED_BYTES, to->scales + at,
                                    to->offsets + at * 4);
       continue;

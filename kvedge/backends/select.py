@@ -157,6 +157,18 @@ def tolerance_counts() -> tuple[int, int]:
     return counts
 
 
+_PRECISION_BITS = {
+    "numpy": (24,),  # floats
+    "scalar": (24,),
+    "avx2": (8, 16, 24),
+    "avxvnni": (8, 16, 24),
+    "avx512vnni": (8, 16, 24),
+    "neon": (16, 24),
+    "neondot": (8, 16, 24),
+    "neoni8mm": (8, 16, 24),
+}
+
+
 def isa_info() -> dict[str, Any]:
     """Tell which code runs on this machine, and why.
 
@@ -166,7 +178,9 @@ def isa_info() -> dict[str, Any]:
         ``backend``: ``"native"`` or ``"numpy"``. ``isa``: the kernels in use, such as
         ``"avx512vnni"``; ``"numpy"`` for that backend. ``available``: all that this CPU can run.
         ``compiled``: all in this build. ``forced``: whether KVEDGE_ISA chose. ``num_threads``: the
-        most threads one call uses by default. ``huge_pages``: the system's policy for transparent
+        most threads one call uses by default. ``precision_bits``: those of
+        ``attend(precision_bits=)`` that the kernels in use have for int8 and int4; others count as
+        the next more. ``huge_pages``: the system's policy for transparent
         huge pages (``"always"``, ``"madvise"``, ``"never"``; None where there is none).
         ``reason``: why the backend is NumPy, else None.
     """
@@ -178,6 +192,7 @@ def isa_info() -> dict[str, Any]:
         "compiled": list(_module.isa_compiled()) if native else ["numpy"],
         "forced": native and _isa_asked is not None,
         "num_threads": threads.get_num_threads(),
+        "precision_bits": list(_PRECISION_BITS[_module.isa_name() if native else "numpy"]),
         "huge_pages": _huge_page_policy(),
         "reason": _reason,
     }

@@ -32,6 +32,11 @@ from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismat
 
 MAX_THREADS = 1024
 
+PRECISION_AUTO = -1  #: precision_bits="auto", as kvedge.h has it
+
+#: How many bits queries and probabilities have in integer products; None: what the contract needs.
+PrecisionBits = Literal["auto"] | int | None
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -45,7 +50,7 @@ class _Arguments(TypedDict, total=False):
     sink_logits: Array | None
     softcap: float | None
     alibi_slopes: Array | None
-    precision_bits: int | None
+    precision_bits: PrecisionBits
     tolerance: float
     num_threads: int | None
     layout: Layout
@@ -113,7 +118,7 @@ class AttendOptions:
     mask_bool: np.ndarray | None = None  # (num_heads, n, length) uint8, nonzero: visible
     mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
     start: int = 0  # the first token that is seen
-    precision_bits: int = 0  # 8, 16 or 24; 0: what is needed
+    precision_bits: int = 0  # 8, 16 or 24; 0: what is needed; PRECISION_AUTO
     tolerance: float = 0.0  # share of the softmax mass that a row may leave out, below 1
     return_lse: bool = False
     num_threads: int = 0  # 0: the default
@@ -188,12 +193,7 @@ class AttendOptions:
         if alibi_slopes is not None:
             options["alibi_slopes"] = as_vector(alibi_slopes, "alibi_slopes", num_heads)
         if precision_bits is not None:
-            precision_bits = as_int(precision_bits, "precision_bits")
-            if precision_bits not in (8, 16, 24):
-                raise InvalidArgumentError(
-                    f"precision_bits must be 8, 16 or 24 (or None), not {precision_bits}"
-                )
-            options["precision_bits"] = precision_bits
+            options["precision_bits"] = _precision_bits(precision_bits)
         if tolerance.__class__ is not float or tolerance:
             options["tolerance"] = as_tolerance(tolerance)
         if return_lse is not False:
@@ -243,6 +243,18 @@ def as_tolerance(tolerance: Any) -> float:
             f"tolerance must be a share of the softmax mass, from 0 to below 1, not {given:g}"
         )
     return share
+
+
+def _precision_bits(value: Any) -> int:
+    if isinstance(value, str) and value == "auto":
+        return PRECISION_AUTO
+    wanted = '8, 16, 24 or "auto" (or None)'
+    if isinstance(value, str):
+        raise InvalidArgumentError(f"precision_bits must be {wanted}, not {value!r}")
+    bits = as_int(value, "precision_bits")
+    if bits not in (8, 16, 24):
+        raise InvalidArgumentError(f"precision_bits must be {wanted}, not {bits}")
+    return bits
 
 
 def _window(window: Any, sink_tokens: Any, causal: bool, length: int) -> dict[str, Any]:

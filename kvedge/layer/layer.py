@@ -190,13 +190,15 @@ class KvLayer(ConfigFacts):
             given: better append no padding; layers of a batch may differ in length.)
         alibi_slopes : array, optional
             float32 (num_heads,): slope * (t - p) is added (https://arxiv.org/abs/2108.12409).
-        precision_bits : 8, 16 or 24, optional
+        precision_bits : 8, 16, 24 or "auto", optional
             Bits of queries and probabilities in integer products. By default 16 where the contract
             (an error of 2e-4 of the largest output) allows, else 24: for queries where logits are
             small enough, for probabilities past the first 1,024 tokens of values as wide as 64.
             Fewer are faster: 16 adds errors of about 1e-4, 8 of about 1e-2, as much as storing in 8
-            bits does; 24 about 1e-6. See docs/numerics.md. No effect on paths that multiply floats
-            (scalar, NumPy); all but avx512vnni take 8 for 16.
+            bits does; 24 about 1e-6. ``"auto"`` takes 8 for keys and for values that are stored as
+            int4, which costs ten times as much and more, else what it takes by default. See
+            docs/numerics.md. :func:`kvedge.isa_info` tells which the path in use has: others count
+            as the next more.
         tolerance : float
             The share of the softmax mass that each row of each head may leave out, from 0 (exact)
             to below 1. Blocks of 16 values that together hold no more are neither read nor

@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
+from kvedge.core.options import PrecisionBits
 from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
 from kvedge.transformers import session
@@ -38,7 +39,7 @@ class KvedgeCache(Cache):
         config: Any,
         dtype: Any = STORAGE["dtype"],
         *,
-        precision_bits: int | None = None,
+        precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
         num_threads: int | None = None,
         group: Any = None,
@@ -55,7 +56,7 @@ class KvedgeCache(Cache):
             ``model.config``.
         dtype : kvedge.core.types.Dtype, or a sequence of them
             How keys and values are stored, as of :class:`kvedge.KVCache`.
-        precision_bits : 8, 16 or 24, optional
+        precision_bits : 8, 16, 24 or "auto", optional
         tolerance : float
             As of ``attend``.
         num_threads : int, optional

@@ -12,7 +12,7 @@ import transformers
 
 from kvedge.backends.select import KVCache
 from kvedge.core.config import MAX_HEAD_DIM
-from kvedge.core.options import AttendOptions
+from kvedge.core.options import AttendOptions, PrecisionBits
 from kvedge.core.recommended import RECOMMENDED
 from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
@@ -40,7 +40,7 @@ class StoreOptions:
     """The options of a KvedgeCache that its layers need; checked by the cache."""
 
     storage: dict[str, Any]  # of STORAGE: what was given
-    precision_bits: int | None
+    precision_bits: PrecisionBits
     tolerance: float
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another

@@ -154,6 +154,16 @@ def test_an_isa_is_as_precise_as_its_bits(isa):
         pytest.skip(f"this CPU has no {isa}")
     errors = worker("native", isa)["precision"]
     assert errors["16"] <= reference.TOLERANCE and errors["24"] <= 1e-5, errors
+    assert errors["8"] <= 6e-2, errors
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("isa", ALL_ISAS)
+def test_isa_info_tells_which_precision_bits_an_isa_has(isa):
+    if isa not in native_info()["available"]:
+        pytest.skip(f"this CPU has no {isa}")
+    result = worker("native", isa)
+    assert result["info"]["precision_bits"] == result["precision_bits"]
 
 
 USE = "import kvedge; kvedge.QuantizedKvLayer(1, 1, 8); print(kvedge.isa_info())"

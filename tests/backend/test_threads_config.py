@@ -317,6 +317,7 @@ def test_isa_info_says_what_runs():
         "compiled",
         "forced",
         "num_threads",
+        "precision_bits",
         "huge_pages",
         "reason",
     }

@@ -292,6 +292,7 @@ static double code_at(const int8_t *codes, int planes, int d) {
     const int at = has_words_of_int4() ? d / 32 * 32 + d % 2 * 16 + d % 32 / 2 : d;
     return 256.0 * ((const int16_t *)(codes + at / 16 * 16 * KVEDGE_QUANTIZED_BYTES))[at % 16];
   }
+  if (strncmp(kernels->name, "neon", 4) == 0 && planes == 1) return 65536.0 * codes[d];
   if (!has_unsigned_keys() && digit_at(codes, 3, d) != 0) return NAN;
   return 65536.0 * digit_at(codes, 0, d) + (planes > 1 ? 256.0 * digit_at(codes, 1, d) : 0.0) +
          (planes > 2 ? digit_at(codes, 2, d) : 0.0);

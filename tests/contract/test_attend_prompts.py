@@ -12,7 +12,7 @@ import pytest
 import reference
 from support import assert_attention_close, assert_lse_close, filled, huge, normal, stored
 
-from kvedge import Float32KvLayer, QuantizedKvLayer
+from kvedge import Float32KvLayer, InvalidArgumentError, KVCache, QuantizedKvLayer
 
 H, LENGTH = 2, 150
 CHUNKS = [1, 7, 64]
@@ -191,6 +191,28 @@ def test_precision_bits_bound_the_error_of_ordinary_logits(bits, tolerance, head
             ref, _ = reference.attention(query, *stored(layer))
             out = layer.attend(query, precision_bits=bits)
             assert_attention_close(out, ref, tolerance, f"{length} tokens, {rows} rows, {storage}")
+
+
+@pytest.mark.parametrize(("keys", "values"), [("int8", "int8"), ("int4", "int4"), ("int8", "int4")])
+def test_automatic_precision_takes_8_bits_for_what_is_stored_as_int4(keys, values, rng):
+    rows = normal(rng, 2, 300, H, 64)
+    query = normal(rng, 3, 4 * H, 64)
+    cache = KVCache(1, H, 64, dtype=keys, value_dtype=values)
+    cache.append(0, *rows)
+    exact = cache.attend(0, query, precision_bits=24)
+    auto = cache.attend(0, query, precision_bits="auto")
+    fewer = {"int8": None, "int4": 8}
+    if keys == values:
+        assert np.array_equal(auto, cache.attend(0, query, precision_bits=fewer[keys]))
+    assert_attention_close(auto, exact, 6e-2 if "int4" in (keys, values) else reference.TOLERANCE)
+
+
+@pytest.mark.parametrize("bits", ["Auto", "8", b"auto", 12, 0, True, 8.5])
+def test_precision_bits_that_are_none_are_refused(bits, rng):
+    layer = QuantizedKvLayer(4, H, 8)
+    layer.extend(*normal(rng, 2, 4, H, 8))
+    with pytest.raises(InvalidArgumentError, match="precision_bits"):
+        layer.attend(normal(rng, 1, H, 8), precision_bits=bits)
 
 
 @pytest.mark.covering(1)

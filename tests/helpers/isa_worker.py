@@ -134,17 +134,28 @@ def prompt_differences():
 def precision_errors():
     """precision_bits -> the largest max|out - ref| / max|ref| of ordinary logits."""
     rng = np.random.default_rng(2)
-    found = {"16": 0.0, "24": 0.0}
+    found = {"8": 0.0, "16": 0.0, "24": 0.0}
     for head_dim, group in ((8, 3), (40, 8), (64, 4), (128, 2), (256, 7)):
-        layer = support.filled(kvedge.QuantizedKvLayer, rng, 1000, 2, head_dim)
-        for rows in (1, 40):
-            query = support.normal(rng, rows, 2 * group, head_dim)
-            ref, _ = reference.attention(query, *support.stored(layer))
-            for bits, worst in found.items():
-                out = layer.attend(query, precision_bits=int(bits))
-                error = np.abs(out - ref).max() / np.abs(ref).max()
-                found[bits] = max(worst, float(error))
+        for layer_class in (kvedge.QuantizedKvLayer, kvedge.Int4KvLayer):
+            layer = support.filled(layer_class, rng, 1000, 2, head_dim)
+            for rows in (1, 40):
+                query = support.normal(rng, rows, 2 * group, head_dim)
+                ref, _ = reference.attention(query, *support.stored(layer))
+                for bits, worst in found.items():
+                    out = layer.attend(query, precision_bits=int(bits))
+                    error = np.abs(out - ref).max() / np.abs(ref).max()
+                    found[bits] = max(worst, float(error))
     return found
+
+
+def precision_bits():
+    """Those whose result is one of its own: the most, and what differs from the next more."""
+    rng = np.random.default_rng(3)
+    layer = support.filled(kvedge.QuantizedKvLayer, rng, 100, 2, 64)
+    query = support.normal(rng, 1, 8, 64)
+    out = {bits: layer.attend(query, precision_bits=bits) for bits in (8, 16, 24)}
+    differs = {bits: not np.array_equal(out[bits], out[bits + 8]) for bits in (8, 16)}
+    return [bits for bits in (8, 16) if differs[bits]] + [24]
 
 
 if __name__ == "__main__":
@@ -154,5 +165,6 @@ if __name__ == "__main__":
         "error": attention_errors(),
         "prompt": prompt_differences(),
         "precision": precision_errors(),
+        "precision_bits": precision_bits(),
     }
     print(json.dumps(result))

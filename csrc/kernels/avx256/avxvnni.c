@@ -3,8 +3,10 @@
  *   instruction              what for                              Golden Cove         Gracemont
  *   vpdpwssd ymm             products of 16-bit integers, added     5 cycles, p01       FP01
  *
- * vpdpbusd would do as much with two bytes of a query: twice the channels, half the bits. But it needs twice the sums,
- * where there are 16 registers, and a second method.
+ *   vpdpbusd ymm             products of bytes, four added          5 cycles, p01       FP01
+ *
+ * vpdpbusd multiplies one plane (bytes.h). With two bytes of a query it would do as much as vpdpwssd: twice the channels,
+ * half the bits. But it needs twice the sums, where there are 16 registers.
  *
  * KVEDGE_AVXVNNI_AS_EVEX builds the same code in AVX-512VL's encoding of this instruction, so that it can be run,
  * tested and timed on a server that has that but not AVX-VNNI.

@@ -48,8 +48,8 @@ KVEDGE_INLINE __m256i divide_by_multipliers(__m256 x[4]) {
 static __attribute__((noinline)) void encode_query_bytes(const float *x, int dim, float factor, float largest, int bits,
                                                          int8_t *codes, float *scale, int32_t *offsets) {
   const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* undoes the packs' lanes */
-  const __m256i order = bits == 4 ? _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7)
-                                  : _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i order =
+      bits == 4 ? _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7) : _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const float most = BYTE_QUERY_MAX * (!BYTE_MULTIPLIERS              ? 1.0f
                                        : dim <= CHANNELS_OF_TWO_BYTES ? BYTE_MULTIPLIER_MAX
                                                                       : BYTE_MULTIPLIER_MAX / 2);

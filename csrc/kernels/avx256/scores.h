@@ -274,7 +274,6 @@ SCORE_QUERIES(score_2_of_bytes, AS_BYTES, 2)
 
 /* ---- Scores for many queries ---- */
 
-
 /* Channels 0 and 2 of each four, 1 and 3, as integers of 16 bits. */
 KVEDGE_INLINE __m256i even_channels(__m256i column) { return _mm256_maddubs_epi16(_mm256_set1_epi16(1), column); }
 

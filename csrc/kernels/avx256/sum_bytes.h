@@ -126,7 +126,7 @@ KVEDGE_INLINE void sum_slice(const value_slice *slice, byte_weights *weights, in
   const int bits = slice->bits, num_tokens = slice->tile->num_tokens;
   const ptrdiff_t stride = slice->tile->token_stride;
   const kvedge_stretch *stretch = slice->stretches;
-  const uint8_t(*codes)[FOUR_WEIGHTS] = (const uint8_t(*)[FOUR_WEIGHTS])weights->codes[first];
+  const uint8_t (*codes)[FOUR_WEIGHTS] = (const uint8_t (*)[FOUR_WEIGHTS])weights->codes[first];
   __m256i(*kept)[4] = weights->lanes, sum[2][4]; /* (groups * count, 4) */
 #pragma GCC unroll 2
   for (int i = 0; i < groups * count; i++)

@@ -249,8 +249,8 @@ static uint64_t multiply_avx512vnni(size_t n) {
 
 /* ---- Queries ---- */
 
-static void encode_query_avx512vnni(const float *x, int dim, float factor, float largest, int planes, int8_t *codes, float *scale,
-                                    int32_t *offsets) {
+static void encode_query_avx512vnni(const float *x, int dim, float factor, float largest, int planes, int8_t *codes,
+                                    float *scale, int32_t *offsets) {
   (void)planes;
   float inverse = largest > QUERY_NOTHING ? QUERY_MAX / largest : 0.0f;
   const __m512i carry = _mm512_set1_epi32(0x808080); /* makes unsigned digits of signed ones and back */
@@ -278,8 +278,8 @@ static void encode_query_avx512vnni(const float *x, int dim, float factor, float
 }
 
 /* For keys of int4: see CODES_OF_64. */
-static void encode_query_of_int4_avx512vnni(const float *x, int dim, float factor, float largest, int planes, int8_t *codes,
-                                            float *scale, int32_t *offsets) {
+static void encode_query_of_int4_avx512vnni(const float *x, int dim, float factor, float largest, int planes,
+                                            int8_t *codes, float *scale, int32_t *offsets) {
   const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
   encode_query_avx512vnni(x, dim, factor, largest, planes, codes, scale, offsets);
   for (int at = 0; at < 3 * kvedge_padded_channels(dim); at += 64)

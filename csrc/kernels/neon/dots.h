@@ -5,6 +5,7 @@
 
 /* What the largest weight of a tile becomes in 16 bits: 127 * 257 - 1, as high digits. */
 #define LARGEST_CODE_16 (32638.0f * 256.0f)
+#define LARGEST_CODE_8 (126.9f * 65536.0f)
 
 /* Codes 65536 * high + 256 * middle + low as {high x 4, middle x 4, low x 4, 0 x 4}. With 128 added to
  * each digit the digits are plain bytes, and inverting a byte's top bit takes 128 off. */
@@ -18,15 +19,57 @@ KVEDGE_INLINE int8x16_t split_digits(int32x4_t codes) {
 /* The sums of four lanes' digits become one number each. A digit's sum is below 128 * 127 * 1024 =
  * 2^24 and exact as a float, where the three together would not fit an integer. */
 KVEDGE_INLINE float32x4_t join_digits(const int32x4_t sum[3], const int planes) {
+  if (planes == 1) return vmulq_n_f32(vcvtq_f32_s32(sum[0]), 65536.0f);
   float32x4_t upper = vfmaq_n_f32(vcvtq_f32_s32(sum[1]), vcvtq_f32_s32(sum[0]), 256.0f);
   return planes == 3 ? vfmaq_n_f32(vcvtq_f32_s32(sum[2]), upper, 256.0f) : vmulq_n_f32(upper, 256.0f);
 }
 
-/* sum += for each of four lanes, its four codes times four encoded values of 2 or 3 planes */
+/* sum += for each of four lanes, its four codes times four encoded values of 1 to 3 planes */
 KVEDGE_INLINE void dot_digits(int32x4_t sum[3], int8x16_t codes, int8x16_t digits, const int planes) {
   sum[0] = vdotq_laneq_s32(sum[0], codes, digits, 0);
-  sum[1] = vdotq_laneq_s32(sum[1], codes, digits, 1);
+  if (planes > 1) sum[1] = vdotq_laneq_s32(sum[1], codes, digits, 1);
   if (planes == 3) sum[2] = vdotq_laneq_s32(sum[2], codes, digits, 2);
+}
+
+/* ---- Scores with one plane ----
+ *
+ * Its codes lie side by side, so that sdot takes rows as they are: nothing is transposed, and 16 sums of four tokens and
+ * four queries stay in registers. */
+
+KVEDGE_INLINE void encode_query_bytes(const float *x, int dim, float factor, float inverse, int8_t *codes) {
+  for (int d = 0; d < kvedge_padded_channels(dim); d += 8) {
+    int16x4_t four[2];
+    UNROLLED (j, 2)
+      four[j] = vmovn_s32(round_to_i32(
+          vmulq_n_f32(vmulq_n_f32(vmulq_n_f32(load_query_f32(x, dim, d + 4 * j), factor), inverse), 1.0f / 65536)));
+    vst1_s8(codes + d, vmovn_s16(vcombine_s16(four[0], four[1])));
+  }
+}
+
+/* sum[4 * i + j] += query i . row j, of 16 channels */
+KVEDGE_INLINE void score_16_bytes(const int8_t *codes, ptrdiff_t stride, const int8_t *rows, const ptrdiff_t offset[4],
+                                  const int count, const int planes, int32x4_t sum[SCORE_SUMS]) {
+  int8x16_t row[4];
+  (void)planes;
+  UNROLLED (j, 4) row[j] = vld1q_s8(rows + offset[j]);
+  UNROLLED (i, count) {
+    const int8x16_t of_query = vld1q_s8(codes + i * stride);
+    UNROLLED (j, 4) sum[4 * i + j] = vdotq_s32(sum[4 * i + j], row[j], of_query);
+  }
+}
+
+KVEDGE_INLINE float32x4_t join_bytes(const int32x4_t sum[SCORE_SUMS], const int i, const int planes) {
+  const int32x4_t of_query = sum_each_s32(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+  (void)planes;
+  return vmulq_n_f32(vcvtq_f32_s32(of_query), 65536.0f);
+}
+
+static void scores_in_bytes(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  const token_stretches stretches = stretches_of(keys);
+#define SCORE(count)                                                                                                   \
+  score_stretches(q, i, count, 1, 16, score_16_bytes, join_bytes, keys, &stretches, scores, accumulate)
+  BY_QUERIES(i, q->num_queries, SCORE)
+#undef SCORE
 }
 
 /* ---- weighted sum ---- */
@@ -39,15 +82,17 @@ typedef struct {
   float scale[DOT_SUM_QUERIES];
 } encoded_weights;
 
-/* Codes of 24 bits of the weights of token t and three more, those of 16 with a last digit of 0. */
+/* Codes of 24 bits of the weights of token t and three more, those of 16 or 8 with last digits of 0. */
 KVEDGE_INLINE int32x4_t round_weights(float32x4_t four, float factor, int t, const int planes) {
   if (planes == 3) return round_to_i32(vmulq_n_f32(four, factor));
+  if (planes == 1)
+    return vshlq_n_s32(round_dithered(vmulq_n_f32(four, factor / 65536.0f), vld1q_f32(kvedge_dither + t)), 16);
   return vshlq_n_s32(round_dithered(vmulq_n_f32(four, factor / 256.0f), vld1q_f32(kvedge_dither + t)), 8);
 }
 
 KVEDGE_INLINE void encode_weights(const float *p, const float *scales, int num_tokens, int num_queries,
                                   const int planes, encoded_weights *weights) {
-  const float most = planes == 3 ? LARGEST_CODE : LARGEST_CODE_16;
+  const float most = planes == 3 ? LARGEST_CODE : planes == 2 ? LARGEST_CODE_16 : LARGEST_CODE_8;
   for (int i = 0; i < num_queries; i++, p += KVEDGE_TILE) {
     float w[KVEDGE_TILE];
     const float largest = weights_of_tokens(p, scales, num_tokens, w), factor = divide_or_0(most, largest, largest);

@@ -32,8 +32,8 @@ KVEDGE_INLINE float32x4_t scale_query(const float *x, int dim, int at, float fac
 #endif
 }
 
-static void encode_query_neon(const float *x, int dim, float factor, float largest, int planes, int8_t *codes, float *scale,
-                              int32_t *offsets) {
+static void encode_query_neon(const float *x, int dim, float factor, float largest, int planes, int8_t *codes,
+                              float *scale, int32_t *offsets) {
   (void)planes;
   const float inverse = divide_or_0(LARGEST_CODE, largest, largest);
   for (int d = 0; d < kvedge_padded_channels(dim); d += 16, codes += CODES_OF_16) {

@@ -7,7 +7,8 @@
  *
  * A query, and the quantized probabilities of a tile, are integers of 24 bits in three planes (kernels.h),
  * 16 bytes for four elements. So one register holds all planes of four elements, and sdot picks a plane by
- * its lane number. With two planes (16 bits) or one, the high two are multiplied.
+ * its lane number. With two planes (16 bits) the high two are multiplied, with one (8 bits) the high one; scores have
+ * their own order for that (dots.h).
  *
  * Keys. Four tokens are transposed, 4 channels (one dword) at a time: lane t of a column holds
  * channels 4j..4j+3 of token t, and token t's score grows in lane t: no sums across lanes. 8
@@ -41,16 +42,19 @@ KVEDGE_TARGET_BEGIN("dotprod")
 
 /* ---- scores ---- */
 
-static void encode_query_neondot(const float *x, int dim, float factor, float largest, int planes, int8_t *codes, float *scale,
-                                 int32_t *offsets) {
-  (void)planes;
+static void encode_query_neondot(const float *x, int dim, float factor, float largest, int planes, int8_t *codes,
+                                 float *scale, int32_t *offsets) {
   float inverse = divide_or_0(LARGEST_CODE, largest, largest);
+  *scale = divide_or_0(largest, LARGEST_CODE, largest);
+  vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
+  if (planes == 1) {
+    encode_query_bytes(x, dim, factor, inverse, codes);
+    return;
+  }
   for (int d = 0; d < kvedge_padded_channels(dim); d += 4) {
     const float32x4_t four = vmulq_n_f32(vmulq_n_f32(load_query_f32(x, dim, d), factor), inverse);
     vst1q_s8(codes + 4 * d, split_digits(round_to_i32(four)));
   }
-  *scale = divide_or_0(largest, LARGEST_CODE, largest);
-  vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
 }
 
 /* Rows of 4 dwords become columns: lane t of out[c] is dword c of row t. */
@@ -82,6 +86,10 @@ KVEDGE_INLINE float32x4_t join_dots(const int32x4_t sum[SCORE_SUMS], const int i
 }
 
 static void scores_int8_neondot(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  if (q->planes == 1) {
+    scores_in_bytes(q, keys, scores, accumulate);
+    return;
+  }
   const token_stretches stretches = stretches_of(keys);
 #define SCORE(count)                                                                                                   \
   if (q->planes == 3)                                                                                                  \
@@ -98,7 +106,8 @@ static void weighted_sum_int8_neondot(const kvedge_probabilities *p, const kvedg
   const token_stretches stretches = stretches_of(values);
 #define SUM(count)                                                                                                     \
   if (p->planes == 3) sum_queries(p, i, count, 3, values, &stretches, to);                                             \
-  else sum_queries(p, i, count, 2, values, &stretches, to)
+  else if (p->planes == 2) sum_queries(p, i, count, 2, values, &stretches, to);                                        \
+  else sum_queries(p, i, count, 1, values, &stretches, to)
   BY_QUERIES(i, p->num_queries, SUM)
 #undef SUM
 }

@@ -59,18 +59,21 @@ KVEDGE_INLINE void split_eight(int32x4_t first, int32x4_t second, int8_t *upper,
 
 enum { CODES_OF_8 = 24, LOWER_AT = 16 }; /* of eight channels: upper digits, then lower ones */
 
-static void encode_query_neoni8mm(const float *x, int dim, float factor, float largest, int planes, int8_t *codes, float *scale,
-                                  int32_t *offsets) {
-  (void)planes;
+static void encode_query_neoni8mm(const float *x, int dim, float factor, float largest, int planes, int8_t *codes,
+                                  float *scale, int32_t *offsets) {
   const float inverse = divide_or_0(LARGEST_CODE, largest, largest);
+  *scale = divide_or_0(largest, LARGEST_CODE, largest);
+  vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
+  if (planes == 1) {
+    encode_query_bytes(x, dim, factor, inverse, codes);
+    return;
+  }
   for (int d = 0; d < kvedge_padded_channels(dim); d += 8, codes += CODES_OF_8) {
     int32x4_t four[2];
     UNROLLED (j, 2)
       four[j] = round_to_i32(vmulq_n_f32(vmulq_n_f32(load_query_f32(x, dim, d + 4 * j), factor), inverse));
     split_eight(four[0], four[1], codes, codes + LOWER_AT);
   }
-  *scale = divide_or_0(largest, LARGEST_CODE, largest);
-  vst1q_s32(offsets, vdupq_n_s32(0)); /* keys are signed here */
 }
 
 enum { LOWER_SUMS = 2 * SCORE_QUERIES }; /* behind two registers of each query's upper digits, of two tokens each */
@@ -108,6 +111,10 @@ KVEDGE_INLINE float32x4_t join_matrix(const int32x4_t sum[SCORE_SUMS], const int
 }
 
 static void scores_int8_neoni8mm(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+  if (q->planes == 1) {
+    scores_in_bytes(q, keys, scores, accumulate);
+    return;
+  }
   const token_stretches stretches = stretches_of(keys);
 #define SCORE(count)                                                                                                   \
   if (q->planes == 3)                                                                                                  \
@@ -248,7 +255,7 @@ KVEDGE_INLINE void sum_by_matrix(const kvedge_probabilities *p, const int planes
 
 static void weighted_sum_int8_neoni8mm(const kvedge_probabilities *p, const kvedge_tile *values,
                                        const kvedge_accumulators *to) {
-  if (p->num_queries >= MATRIX_LEAST) {
+  if (p->planes > 1 && p->num_queries >= MATRIX_LEAST) {
     if (p->planes == 3) sum_by_matrix(p, 3, values, to);
     else sum_by_matrix(p, 2, values, to);
     return;
@@ -256,7 +263,8 @@ static void weighted_sum_int8_neoni8mm(const kvedge_probabilities *p, const kved
   const token_stretches stretches = stretches_of(values);
 #define SUM(count)                                                                                                     \
   if (p->planes == 3) sum_queries(p, i, count, 3, values, &stretches, to);                                             \
-  else sum_queries(p, i, count, 2, values, &stretches, to)
+  else if (p->planes == 2) sum_queries(p, i, count, 2, values, &stretches, to);                                        \
+  else sum_queries(p, i, count, 1, values, &stretches, to)
   BY_QUERIES(i, p->num_queries, SUM)
 #undef SUM
 }
