@@ -157,7 +157,7 @@ typedef struct {
  * for head i. */
 typedef struct {
   /* Codes, scale and offsets of one query over one group of `dim` channels, as kvedge_query has them: of all planes, or
-   * if `planes` is 1 of that of 8 bits, which scores are then asked for. Its values are
+   * if `planes` is 1 of that of 8 bits, which scores then multiply. Its values are
    * x[d] * factor; `largest`, their largest magnitude, is at most 2. NULL where scores multiply floats. */
   void (*encode_query)(const float *x, int dim, float factor, float largest, int planes, int8_t *codes, float *scale,
                        int32_t *offsets);
