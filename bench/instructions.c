@@ -87,8 +87,8 @@ int main(int argc, char **argv) {
                                 .head_dim = head_dim};
   const int64_t num_rows = atoll(argv[8]);
   size_t row = (size_t)num_kv_heads * (size_t)head_dim;
-  float *keys = values((size_t)tokens * row, 1);                  /* [tokens][num_kv_heads][head_dim] */
-  float *vals = values((size_t)tokens * row, 2);                  /* the same */
+  float *keys = values((size_t)tokens * row, 1); /* [tokens][num_kv_heads][head_dim] */
+  float *vals = values((size_t)tokens * row, 2); /* the same */
   size_t queries = (size_t)num_rows * (size_t)num_heads * (size_t)head_dim;
   float *query = values(queries, 3); /* [num_rows][num_heads][head_dim] */
   float *out = values(queries, 4);   /* the same */

@@ -68,7 +68,9 @@ SHOW = """
 
 def is_shared(header):
     """Whether a header holds nothing that is compiled for one path's instructions."""
-    return not header.startswith("kernels/") or header.endswith(("kernels.h", "floats_cells.h", "bytes_order.h"))
+    return not header.startswith("kernels/") or header.endswith(
+        ("kernels.h", "floats_cells.h", "bytes_order.h")
+    )
 
 
 class Includes:

@@ -33,10 +33,10 @@ typedef struct {
   int bits;              /* of an element; a row takes ceil(dim * bits / 8) bytes */
   int has_scales;        /* a row has a scale for each group, and may be stored minus a key offset */
   int row_tokens;        /* tokens of a stored row: 1, or KVEDGE_RUN, a run, which are encoded together */
-  int group_channels;    /* of formats that keep scales within rows, with has_scales 0: channels of a group, which dim */
-  int group_bytes;       /* is a multiple of; bytes of a group: its scale, a half, and from codes_at on codes as those */
-  int codes_at;          /* of int8. In other formats these are 0. */
-  int product_bits;      /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
+  int group_channels; /* of formats that keep scales within rows, with has_scales 0: channels of a group, which dim */
+  int group_bytes;    /* is a multiple of; bytes of a group: its scale, a half, and from codes_at on codes as those */
+  int codes_at;       /* of int8. In other formats these are 0. */
+  int product_bits;   /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
                           * of products of 8 bits (docs/numerics.md), else 0 */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest

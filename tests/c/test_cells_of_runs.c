@@ -249,7 +249,8 @@ static void expect_weighing(const weighing *w, shape at, const run_tile *r) {
       for (int j = 0; by_runs && j <= KVEDGE_TILE / RUN; j++) rounding += units[2] * largest_of[j] * codes_of[j];
       if (!by_runs) rounding = units[planes] * largest * codes;
       expected[i * at.dim + d] = sum;
-      allowed[i * at.dim + d] = rounding + 0x1p-100 * codes + 6e-7 * (size + middles + added) + 2e-7 * fabs(kept) + 1e-36;
+      allowed[i * at.dim + d] =
+          rounding + 0x1p-100 * codes + 6e-7 * (size + middles + added) + 2e-7 * fabs(kept) + 1e-36;
     }
 }
 

@@ -32,9 +32,7 @@ KVEDGE_INLINE word_vector load_first_words(const uint8_t *p, int n) {
 KVEDGE_INLINE word_vector low_codes(word_vector x, const int bits) {
   return _mm256_and_si256(x, _mm256_set1_epi16((int16_t)((1 << bits) - 1)));
 }
-KVEDGE_INLINE word_vector next_codes(word_vector x, const int bits) {
-  return _mm256_srli_epi16(x, bits);
-}
+KVEDGE_INLINE word_vector next_codes(word_vector x, const int bits) { return _mm256_srli_epi16(x, bits); }
 
 KVEDGE_INLINE pair pair_for_all(const int16_t *numbers) {
   int32_t two;
