@@ -24,6 +24,7 @@ from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_size
 from kvedge.console.terminal import show
+from kvedge.core.options import PrecisionBits
 
 _CHUNK = 512  # prompt tokens at once, as in generate()
 
@@ -52,7 +53,7 @@ class _Reader:
         model: LlamaModel,
         cache: KVCache,
         num_threads: int | None,
-        precision_bits: int | None = None,
+        precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
     ) -> None:
         self.model, self.cache = model, cache

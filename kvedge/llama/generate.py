@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvedge.core.options import PrecisionBits
+
 from .. import KVCache
 from ..core.options import as_tolerance
 from ..errors import CapacityExceededError, InvalidArgumentError
@@ -63,7 +65,7 @@ class Generation(Iterator[Piece]):
         keep_tokens: int | None,
         chunk: int,
         num_threads: int | None,
-        precision_bits: int | None,
+        precision_bits: PrecisionBits,
         tolerance: float,
         before: Sequence[int],
         stop: Sequence[str],
@@ -197,7 +199,7 @@ def generate(
     keep_tokens: int = 4,
     chunk: int = 512,
     num_threads: int | None = None,
-    precision_bits: int | None = None,
+    precision_bits: PrecisionBits = None,
     tolerance: float = 0.0,
     incomplete: bool = True,
 ) -> Generation:
@@ -234,7 +236,7 @@ def generate(
         sinks" of Xiao et al. 2023, without which text degrades.
     chunk : int
         Prompt tokens run through the model at once.
-    precision_bits : int, optional
+    precision_bits : 8, 16, 24 or "auto", optional
         Of attention's products, as of ``attend``.
     tolerance : float
         The share of the softmax mass that attention may leave out, as of ``attend``; 0: none.

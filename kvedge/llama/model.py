@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from kvedge.core.options import PrecisionBits
+
 from .. import KVCache
 from ..core.types import Dtype
 from ..errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
@@ -138,7 +140,7 @@ class LlamaModel:
         *,
         last_only: bool = False,
         num_threads: int | None = None,
-        precision_bits: int | None = None,
+        precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
     ) -> np.ndarray:
         """Run tokens through the model and append their keys and values to the cache.

@@ -148,8 +148,9 @@ def test_precision_bits_and_tolerance_reach_attention(capsys, monkeypatch):
     run = LlamaModel.forward
     monkeypatch.setattr(LlamaModel, "forward", forward)
     _generate(capsys, "--tokens", 3, "--precision-bits", 8)
+    _generate(capsys, "--tokens", 3, "--precision-bits", "auto")
     _generate(capsys, "--tokens", 3, "--tolerance", 0.25)
-    assert seen == {(8, 0.0), (None, 0.25)}
+    assert seen == {(8, 0.0), ("auto", 0.0), (None, 0.25)}
 
 
 def test_a_seed_repeats_the_same_text_and_another_gives_another(capsys):
