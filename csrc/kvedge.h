@@ -529,7 +529,7 @@ void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
  * neither shrinks as tokens are added, so what they say of the longest context is enough for all
  * of it. run leaves a partial result in a slot; a slot is free again after collect. With as many
  * slots as slices (slot = slice) all may run before any is collected; one slot is enough for one
- * thread. A slot takes some 250 KiB beside its result, which are touched only as threads run
+ * thread. A slot takes some 300 KiB with its result, which are touched only as threads run
  * slices at the same time. Slices do not depend on the number of threads, so neither do the
  * results, to the bit. */
 typedef struct kvedge_attention kvedge_attention;

@@ -346,7 +346,7 @@ static void *read_stream(void *argument) {
   stream *s = argument;
   float query[HEADS * DIM], out[HEADS * VALUE_DIM], row[KV_HEADS * VALUE_DIM];
   for (int i = 0; i < HEADS * DIM; i++) query[i] = 0.1f;
-  const size_t bytes = 1 << 18; /* for any length of the stream */
+  const size_t bytes = 1 << 19; /* for any length of the stream */
   void *scratch = take(s->memory, bytes);
   int wrong = 0;
   while (!atomic_load(&s->done)) {

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("llama_cpp.llama_cpp")
 gguf_files = pytest.importorskip("helpers.gguf_files")
 from helpers.llama_cpp_models import Model, api  # noqa: E402
 

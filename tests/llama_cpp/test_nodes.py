@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
+pytest.importorskip("llama_cpp.llama_cpp")
 from helpers.ggml_nodes import attend, expected
 
 from kvedge.llama_cpp import disable, enable, report
