@@ -100,7 +100,8 @@ static inline kvedge_query kvedge_query_group(const kvedge_query *q, int g) {
 }
 
 /* A tile: the rows of up to KVEDGE_TILE tokens, of one group of channels of one KV head, or of several groups of
- * KVEDGE_GROUP channels (head batch: of KVEDGE_HEADS heads side by side), as a table of blocks of KVEDGE_BLOCK tokens, wherever these lie. */
+ * KVEDGE_GROUP channels (head batch: of KVEDGE_HEADS heads side by side), as a table of blocks of KVEDGE_BLOCK tokens,
+ * wherever these lie. */
 typedef struct {
   const char *const *blocks; /* (ceil(num_tokens / KVEDGE_BLOCK)) */
   ptrdiff_t offset;          /* bytes from blocks[b] to the first channel of the block's first row */

@@ -1,6 +1,6 @@
 /* Products of 8 bits on the 256-bit paths (one plane: precision_bits 8), with keys and values of int8 and int4. Part of
- * avx2.c and avxvnni.c: queries and scores; before scores.h, which uses it. sum_bytes.h has the weighted sums. Four products of bytes are added up in a lane of 32
- * bits, by multiply_add_fours() of the path:
+ * avx2.c and avxvnni.c: queries and scores; before scores.h, which uses it. sum_bytes.h has the weighted sums. Four
+ * products of bytes are added up in a lane of 32 bits, by multiply_add_fours() of the path:
  *
  *   vpdpbusd                           on avxvnni
  *   vpmaddubsw, vpmaddwd, vpaddd       on avx2

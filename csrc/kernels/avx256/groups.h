@@ -1,4 +1,5 @@
-/* Groups of 32 channels of int8, all groups of a row in one visit. Part of avx2.c and avxvnni.c, after values.h.
+/* Groups of 32 channels of int8, all groups of a row in one visit. Part of avx2.c and avxvnni.c, after
+ * sum_bytes.h.
  *
  * Sums of integers of a group become floats and are added up times the group's scale: of few queries lane by lane, so that
  * sums go across lanes once per row; of many, whose keys are transposed, token by token.
@@ -31,25 +32,23 @@ KVEDGE_INLINE void dot_group(const int8_t *codes, ptrdiff_t stride, const int co
   }
 }
 
-/* Scores of all tokens for `count` queries from the `first` on. (A constant where this is inlined.) */
-KVEDGE_INLINE void score_groups(const kvedge_query *q, int first, const int count, const kvedge_tile *keys,
-                                const kvedge_next_tile *next, float *scores) {
+/* Scores of all tokens for `count` queries, all there are. (A constant where this is inlined.) */
+KVEDGE_INLINE void score_groups(const kvedge_query *q, const int count, const kvedge_tile *keys, float *scores) {
   const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride, group_codes = KVEDGE_QUANTIZED_BYTES * q->group_stride;
   const int tokens = SCORES / count, half = tokens / 2, num_groups = q->dim / KVEDGE_GROUP;
-  const int row_bytes = next->row_bytes;
+  const int row_bytes = (int)(num_groups * keys->group_stride);
+  const kvedge_next_tile next = kvedge_next_of(keys, row_bytes);
   float unit[SCORES]; /* (count, tokens) */
-  for (int i = 0; i < SCORES; i++) unit[i] = q->scale[(first + i * count / SCORES) * q->scale_stride] * 256.0f;
+  for (int i = 0; i < SCORES; i++) unit[i] = q->scale[i * count / SCORES * q->scale_stride] * 256.0f;
   const __m256 units = _mm256_loadu_ps(unit);
-  scores += first * KVEDGE_TILE;
   for (int start = 0; start < keys->num_tokens;) {
-    kvedge_stretch stretch = kvedge_stretch_of(keys, next, start, keys->num_tokens);
-    if (first > 0) stretch.next.first = 0; /* prefetched with the first queries */
+    const kvedge_stretch stretch = kvedge_stretch_of(keys, &next, start, keys->num_tokens);
     for (int t = 0; t < stretch.num_tokens; t += tokens) {
       const int left = stretch.num_tokens - t;
       __m256 total[SCORES]; /* (count, tokens) */
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) {
-        const int8_t *codes = q->quantized + first * stride, *row[SCORES / 2];
+        const int8_t *codes = q->quantized, *row[SCORES / 2];
         const float *k_scale = keys->scales + start + t + h * half;
 #pragma GCC unroll 4
         for (int j = 0; j < half; j++) {
@@ -73,24 +72,17 @@ KVEDGE_INLINE void score_groups(const kvedge_query *q, int first, const int coun
       if (stretch.next.first)
         for (int at = 0; at < tokens * row_bytes; at += 64) kvedge_prefetch_line(stretch.next, t * row_bytes + at);
       const __m256 score = _mm256_mul_ps(reduce_add_8(total), units);
-      float *out = scores + start + t;
-      if (left >= tokens) {
-        store_scores(score, tokens, out);
-        continue;
-      }
-      float made[SCORES];
-      _mm256_storeu_ps(made, score);
-      for (int i = 0; i < count; i++)
-        for (int j = 0; j < left; j++) out[i * KVEDGE_TILE + j] = made[i * tokens + j];
+      if (left >= tokens) store_scores(score, tokens, scores + start + t);
+      else add_scores(score, tokens, left, 0, scores + start + t);
     }
     start += stretch.num_tokens;
   }
 }
 
 #define SCORE_GROUPS(count)                                                                                            \
-  static __attribute__((noinline)) void score_groups_##count(                                                          \
-      const kvedge_query *q, int first, const kvedge_tile *keys, const kvedge_next_tile *next, float *scores) {        \
-    score_groups(q, first, count, keys, next, scores);                                                                 \
+  static __attribute__((noinline)) void score_groups_##count(const kvedge_query *q, const kvedge_tile *keys,           \
+                                                             float *scores) {                                          \
+    score_groups(q, count, keys, scores);                                                                              \
   }
 SCORE_GROUPS(1)
 SCORE_GROUPS(2)
@@ -174,7 +166,6 @@ static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q
 
 static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
   const int n = q->num_queries, num_groups = q->dim / KVEDGE_GROUP;
-  const kvedge_next_tile next = kvedge_next_of(keys, (int)(num_groups * keys->group_stride));
   if (q->planes != 2)
     for (int g = 0; g < num_groups; g++) {
       const kvedge_query of_query = kvedge_query_group(q, g);
@@ -182,8 +173,8 @@ static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_ti
       KVEDGE_NAME(scores_int8)(&of_query, &of_keys, scores, g > 0);
     }
   else if (n > 2) score_groups_of_many(q, keys, scores);
-  else if (n == 2) score_groups_2(q, 0, keys, &next, scores);
-  else score_groups_1(q, 0, keys, &next, scores);
+  else if (n == 2) score_groups_2(q, keys, scores);
+  else score_groups_1(q, keys, scores);
 }
 
 /* ---- Weighted sums ----

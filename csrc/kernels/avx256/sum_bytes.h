@@ -231,3 +231,11 @@ static __attribute__((noinline)) void sum_bytes(int bits, const kvedge_probabili
     if (i < n) sum_kept_1(&slice, weights, i, 0, to);
   }
 }
+
+/* By as many bits as the call wants. */
+static void KVEDGE_NAME(weighted_sum_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
+                                           const kvedge_accumulators *to) {
+  if (p->planes == 1) sum_bytes(8, p, values, to);
+  else if (p->planes == 3 && !p->by_32) sum_floats(p, values, to);
+  else sum_codes(8, p, values, to);
+}

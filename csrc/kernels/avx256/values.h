@@ -308,14 +308,3 @@ static void sum_floats(const kvedge_probabilities *p, const kvedge_tile *values,
 #undef SUM
   }
 }
-
-/* Products of 8 bits: sum_bytes.h. */
-static void sum_bytes(int bits, const kvedge_probabilities *p, const kvedge_tile *values,
-                      const kvedge_accumulators *to);
-
-static void KVEDGE_NAME(weighted_sum_int8)(const kvedge_probabilities *p, const kvedge_tile *values,
-                                           const kvedge_accumulators *to) {
-  if (p->planes == 1) sum_bytes(8, p, values, to);
-  else if (p->planes == 3 && !p->by_32) sum_floats(p, values, to);
-  else sum_codes(8, p, values, to);
-}
