@@ -56,12 +56,7 @@ static void free_backend(backend *b) {
   free(b);
 }
 
-static void set_n_threads(backend *b, int num_threads) {
-  void (*set)(backend *, int) = NULL;
-  void *at = of->f.ggml_backend_reg_get_proc_address(of->cpu->of, "ggml_backend_set_n_threads");
-  memcpy(&set, &at, sizeof at);
-  if (set) set(inner_of(b), num_threads);
-}
+static void set_n_threads(backend *b, int num_threads) { set_num_threads(of, inner_of(b), num_threads); }
 
 static backend *init_backend(device *d, const char *params) {
   static char guid[16] = {0x6b, 0x76, 0x65, 0x64, 0x67, 0x65, 0x2d, 0x67,
@@ -111,12 +106,8 @@ __attribute__((visibility("default"))) reg *ggml_backend_init(void) {
                     .get_device = get_device,
                     .get_proc_address = get_proc_address};
   char why[256] = "its CPU backend is not loaded yet";
-  Dl_info caller;
   device *(*by_type)(int) = NULL;
-  void *handle = NULL, *at = NULL;
-  if (dladdr(__builtin_return_address(0), &caller) && caller.dli_fname)
-    handle = dlopen(caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-  if (!handle) handle = dlopen(NULL, RTLD_LAZY);
+  void *handle = library_of(__builtin_return_address(0)), *at = NULL;
   if (handle) at = dlsym(handle, "ggml_backend_dev_by_type");
   memcpy(&by_type, &at, sizeof at);
   device *cpu = by_type ? by_type(DEVICE_TYPE_CPU) : NULL;

@@ -19,14 +19,14 @@ enum { MOST_HOSTS = 8 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
 static host hosts[MOST_HOSTS];
 static int num_hosts;
-static state *states;
+static state *hooked; /* of all backends that kvedge looks at */
 static atomic_int is_enabled;
 
 /* ---- Backends that kvedge looks at ---------------------------------------------------------------- */
 
 state *state_of(backend *b) {
   pthread_mutex_lock(&lock);
-  state *s = states;
+  state *s = hooked;
   while (s && s->of_backend != b) s = s->following;
   pthread_mutex_unlock(&lock);
   return s;
@@ -34,7 +34,7 @@ state *state_of(backend *b) {
 
 static void free_hooked(backend *b) {
   pthread_mutex_lock(&lock);
-  state **at = &states;
+  state **at = &hooked;
   while (*at && (*at)->of_backend != b) at = &(*at)->following;
   state *s = *at;
   if (s) *at = s->following;
@@ -75,11 +75,6 @@ static int replace_nodes(state *s, graph *g) {
   return num;
 }
 
-static void restore_node(const job *j) {
-  j->node->op = j->of->of->op_attention;
-  memcpy(j->node->op_params, j->params, sizeof j->params);
-}
-
 static int compute_hooked(backend *b, graph *g) {
   state *s = state_of(b);
   if (!s) return -1; /* not possible */
@@ -104,8 +99,8 @@ static state *hook(host *h, backend *b) {
   memcpy(&s->free, &words[h->at_free], sizeof s->free);
   memcpy(&s->compute, &words[h->at_compute], sizeof s->compute);
   pthread_mutex_lock(&lock);
-  s->following = states;
-  states = s;
+  s->following = hooked;
+  hooked = s;
   pthread_mutex_unlock(&lock);
   int (*const compute)(backend *, graph *) = compute_hooked;
   void (*const release)(backend *) = free_hooked;
@@ -129,28 +124,6 @@ backend *init_hooked(device *cpu, const char *params) {
   backend *b = h->init_backend(cpu, params);
   if (b) hook(h, b);
   return b;
-}
-
-void compute_by_ggml(state *s, job *j) {
-  const host *h = s->of;
-  const size_t bytes = h->f.ggml_graph_overhead() + 1024;
-  context *ctx = h->f.ggml_init((init_params){bytes, NULL, true});
-  graph *g = ctx ? h->f.ggml_new_graph(ctx) : NULL;
-  if (!s->helper) {
-    s->helper = h->init_backend(h->cpu, NULL);
-    void (*set_threads)(backend *, int) = NULL;
-    void *at =
-        h->f.ggml_backend_reg_get_proc_address(h->f.ggml_backend_dev_backend_reg(h->cpu), "ggml_backend_set_n_threads");
-    memcpy(&set_threads, &at, sizeof at);
-    if (s->helper && set_threads) set_threads(s->helper, 1);
-  }
-  restore_node(j);
-  if (g && s->helper) {
-    h->f.ggml_graph_add_node(g, j->node);
-    h->f.ggml_backend_graph_compute(s->helper, g);
-  }
-  if (ctx) h->f.ggml_free(ctx);
-  count(FELL_BACK, 1);
 }
 
 /* ---- Is this ggml as expected? -------------------------------------------------------------------- */
@@ -326,10 +299,7 @@ static int check_host(host *h, char *why, size_t why_bytes) {
   int good = check_tensors(h, &t, h, why, why_bytes);
   if (good && !(b = h->init_backend(h->cpu, NULL))) good = 0, snprintf(why, why_bytes, "it makes no CPU backend");
   if (good && find_slots(h, b, why, why_bytes)) {
-    void (*set_threads)(backend *, int) = NULL;
-    void *at = h->f.ggml_backend_reg_get_proc_address(h->cpu->of, "ggml_backend_set_n_threads");
-    memcpy(&set_threads, &at, sizeof at);
-    if (set_threads) set_threads(b, 1);
+    set_num_threads(h, b, 1);
     good = try_out(h, &t, b, why, why_bytes);
   } else {
     good = 0;
@@ -359,6 +329,13 @@ host *host_of_device(device *cpu, void *handle, char *why, size_t why_bytes) {
   }
   pthread_mutex_unlock(&one_at_a_time);
   return found;
+}
+
+void *library_of(const void *address) {
+  Dl_info found;
+  void *handle = NULL;
+  if (dladdr(address, &found) && found.dli_fname) handle = dlopen(found.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  return handle ? handle : dlopen(NULL, RTLD_LAZY);
 }
 
 /* ---- What programs call ---------------------------------------------------------------------------- */
@@ -449,11 +426,7 @@ static void preloaded(device *cpu, void *handle) {
 }
 
 backend *ggml_backend_dev_init(device *d, const char *params) {
-  Dl_info caller; /* a library that has or needs ggml, so its functions are found from there */
-  void *handle = NULL, *at = NULL;
-  if (dladdr(__builtin_return_address(0), &caller) && caller.dli_fname)
-    handle = dlopen(caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-  if (!handle) handle = dlopen(NULL, RTLD_LAZY);
+  void *handle = library_of(__builtin_return_address(0)), *at = NULL;
   backend *(*own)(device *, const char *) = NULL;
   int (*type)(device *) = NULL;
   if (handle && (at = dlsym(handle, "ggml_backend_dev_type"))) memcpy(&type, &at, sizeof at);

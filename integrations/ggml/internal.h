@@ -11,6 +11,7 @@
 #define KVEDGE_GGML_INTERNAL_H
 
 #include <stdatomic.h>
+#include <string.h>
 
 #include "ggml_abi.h"
 #include "kvedge.h"
@@ -122,11 +123,23 @@ host *host_of_device(device *cpu, void *handle, char *why, size_t why_bytes);
 backend *init_hooked(device *cpu, const char *params);
 state *state_of(backend *b);
 
+/* The library that an address lies in, one that has or needs ggml, so that ggml's functions are found from there; else the
+ * program. */
+void *library_of(const void *address);
+
+/* Threads of a CPU backend of ggml's own. */
+static inline void set_num_threads(const host *h, backend *b, int num_threads) {
+  void (*set)(backend *, int) = NULL;
+  void *at = h->f.ggml_backend_reg_get_proc_address(h->cpu->of, "ggml_backend_set_n_threads");
+  memcpy(&set, &at, sizeof at);
+  if (set) set(b, num_threads);
+}
+
 /* ---- node.c ---- */
 
 reason serves(const tensor *node, int takes_all);
 void run_node(tensor *dst, int ith, int nth, void *userdata);
-/* Computes a node by ggml's own kernel. */
-void compute_by_ggml(state *s, job *j);
+/* Makes a custom node the attention node again that it was. */
+void restore_node(const job *j);
 
 #endif

@@ -227,6 +227,30 @@ static void wait_for(const atomic_int *flag) {
   }
 }
 
+void restore_node(const job *j) {
+  j->node->op = j->of->of->op_attention;
+  memcpy(j->node->op_params, j->params, sizeof j->params);
+}
+
+/* Computes a node by ggml's own kernel, on this thread. */
+static void compute_by_ggml(state *s, job *j) {
+  const host *h = s->of;
+  const size_t bytes = h->f.ggml_graph_overhead() + 1024;
+  context *ctx = h->f.ggml_init((init_params){bytes, NULL, true});
+  graph *g = ctx ? h->f.ggml_new_graph(ctx) : NULL;
+  if (!s->helper) {
+    s->helper = h->init_backend(h->cpu, NULL);
+    if (s->helper) set_num_threads(h, s->helper, 1);
+  }
+  restore_node(j);
+  if (g && s->helper) {
+    h->f.ggml_graph_add_node(g, j->node);
+    h->f.ggml_backend_graph_compute(s->helper, g);
+  }
+  if (ctx) h->f.ggml_free(ctx);
+  count(FELL_BACK, 1);
+}
+
 enum { NOT_PLANNED, PLANNED, REFUSED };
 
 void run_node(tensor *dst, int ith, int nth, void *userdata) {
