@@ -248,13 +248,12 @@ def as_tolerance(tolerance: Any) -> float:
 def _precision_bits(value: Any) -> int:
     if isinstance(value, str) and value == "auto":
         return PRECISION_AUTO
-    wanted = '8, 16, 24 or "auto" (or None)'
-    if isinstance(value, str):
-        raise InvalidArgumentError(f"precision_bits must be {wanted}, not {value!r}")
-    bits = as_int(value, "precision_bits")
+    bits = value if isinstance(value, str) else as_int(value, "precision_bits")
     if bits not in (8, 16, 24):
-        raise InvalidArgumentError(f"precision_bits must be {wanted}, not {bits}")
-    return bits
+        raise InvalidArgumentError(
+            f'precision_bits must be 8, 16, 24 or "auto" (or None), not {bits!r}'
+        )
+    return int(bits)
 
 
 def _window(window: Any, sink_tokens: Any, causal: bool, length: int) -> dict[str, Any]:

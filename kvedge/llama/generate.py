@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvedge.core.options import PrecisionBits
-
 from .. import KVCache
-from ..core.options import as_tolerance
+from ..core.options import PrecisionBits, as_tolerance
 from ..errors import CapacityExceededError, InvalidArgumentError
 from .model import LlamaModel
 from .sampling import Sampler

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvedge.core.options import PrecisionBits
-
 from .. import KVCache
+from ..core.options import PrecisionBits
 from ..core.types import Dtype
 from ..errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
 from ..rope import Rope
