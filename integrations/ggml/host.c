@@ -24,7 +24,7 @@ static atomic_int is_enabled;
 
 /* ---- Backends that kvedge looks at ---------------------------------------------------------------- */
 
-state *state_of(backend *b) {
+state *state_of_backend(backend *b) {
   pthread_mutex_lock(&lock);
   state *s = hooked;
   while (s && s->of_backend != b) s = s->following;
@@ -76,7 +76,7 @@ static int replace_nodes(state *s, graph *g) {
 }
 
 static int compute_hooked(backend *b, graph *g) {
-  state *s = state_of(b);
+  state *s = state_of_backend(b);
   if (!s) return -1; /* not possible */
   if (!atomic_load(&is_enabled) && !s->takes_all) return s->compute(b, g);
   if (atomic_flag_test_and_set(&s->is_busy)) {
@@ -366,7 +366,7 @@ static int take_over(device *cpu, void *handle, char *why, size_t why_bytes) {
   atomic_store(&is_enabled, 1);
   if (cpu->init_backend != init_hooked) __atomic_store_n(&cpu->init_backend, init_hooked, __ATOMIC_SEQ_CST);
   backend *b = h->f.ggml_backend_dev_init(cpu, NULL);
-  const int works = b && state_of(b);
+  const int works = b && state_of_backend(b);
   if (b) h->f.ggml_backend_free(b);
   if (!works) __atomic_store_n(&cpu->init_backend, h->init_backend, __ATOMIC_SEQ_CST);
   EXPECT(works, "its CPU device cannot be taken over");

@@ -121,7 +121,7 @@ typedef struct state {
 /* The host of a CPU device, found, checked and tried; NULL: `why` tells what is not as expected. */
 host *host_of_device(device *cpu, void *handle, char *why, size_t why_bytes);
 backend *init_hooked(device *cpu, const char *params);
-state *state_of(backend *b);
+state *state_of_backend(backend *b);
 
 /* The library that an address lies in, one that has or needs ggml, so that ggml's functions are found from there; else the
  * program. */
