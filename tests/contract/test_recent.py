@@ -127,7 +127,7 @@ def test_attention_is_that_over_what_is_read(dtype, options, num_rows):
 @pytest.mark.parametrize("dtype", ["int4", "kivi4"])
 @pytest.mark.parametrize("cuts", [(300, 50), (350,), (100, 200, 1), (50, 3, 70)])
 def test_a_prompt_is_read_as_exactly_as_a_token(dtype, cuts):
-    """Whatever its chunks: each query reads the last tokens before it; then their room is given back."""
+    """Whatever its chunks, each query reads the last tokens before it; then their room is free."""
     layer, tokens, queries = new_layer(dtype, recent=20), rows(3, 360), rows(4, 360)[0]
     start = 0
     for n in cuts:
