@@ -122,52 +122,28 @@ class KvedgeCache(Cache):
                     f"{name} must be an integer from {least} on, not {value!r}"
                 )
         self._checkpoints = Checkpoints(checkpoints, checkpoint_bytes, checkpoint_every)
-        # What a model writes first in each step; None: not yet known.
-        self._begins: tuple[str, int, int] | None = None
         self._needs_checkpoints = self._share is None and any(
             states.has_state(layer) or isinstance(layer, KvedgeSlidingLayer) for layer in layers
         )
 
-    # ---- steps of the model ----------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens to a layer; see :meth:`KvedgeLayer.update`."""
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        """Keys that a mask for so many further tokens has, and the position of the first of them.
+
+        A model asks for it before each step, when all layers are at the same length: so here a
+        checkpoint is taken if it is due.
+        """
         if self._needs_checkpoints:
-            self._before("tokens", layer_idx, 0, key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        """Append to the state of a convolution, which transformers' own layer holds."""
-        self._before("conv", layer_idx, state_idx, conv_states.shape[-1])
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        """Replace a recurrent state, which transformers' own layer holds."""
-        self._before("recurrent", layer_idx, state_idx, 1)
-        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-
-    def _before(self, what: str, layer: int, state: int, tokens: int) -> None:
-        """Take a checkpoint before a step of the model, where all layers are as long, if due."""
-        if self._begins is None:
-            self._begins = (what, layer, state)
-        if self._begins != (what, layer, state) or not self._needs_checkpoints:
-            return
-        length = self.get_seq_length()
-        if self._checkpoints.is_due(length, tokens) and not any(
-            getattr(one, "record_past", False) for one in self.layers
-        ):
-            self._checkpoints.add(take(self.layers, length))
+            is_tensor = isinstance(query_length, torch.Tensor)  # transformers 4: the positions
+            tokens = query_length.shape[0] if is_tensor else query_length
+            length = self.get_seq_length()
+            if self._checkpoints.is_due(length, tokens) and not any(
+                getattr(layer, "record_past", False) for layer in self.layers
+            ):
+                self._checkpoints.add(take(self.layers, length))
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def checkpoint(self) -> int:
         """Take a checkpoint, to which :meth:`keep_prefix` and :meth:`crop` can go back.

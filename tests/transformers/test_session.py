@@ -1,6 +1,5 @@
 """Conversations: saved and loaded, and what of them a new prompt keeps."""
 
-import copy
 import json
 import os
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import SIZES, KvedgeCache, prompt, tiny_model, torch, transformers
+from tiny_models import KvedgeCache, prompt, tiny_model, torch
 
 import kvedge
 from kvedge.errors import CorruptFileError
@@ -208,43 +207,6 @@ def test_the_last_token_of_a_prompt_is_computed():
     with pytest.raises(ValueError, match="holds 1 sequences, token_ids are of 2"):
         cache.keep_prefix(prompt(2)["input_ids"])
     assert cache.get_seq_length() == 4
-
-
-def test_a_window_that_has_gone_on_cannot_keep_a_prefix():
-    model = tiny_model("gemma2")
-    cache = KvedgeCache(model.config, dtype="float32")
-    document = prompt(1, 40)["input_ids"]
-    with torch.no_grad():
-        model(document, past_key_values=cache)
-    cache.token_ids = document
-    before = copy.deepcopy(cache)
-    cache.token_ids = generate(model, cache, torch.cat([document, document[:, :20]], 1))
-    question = torch.cat([document, prompt(1, 5, seed=1)["input_ids"]], 1)
-    held = stored(cache)
-    with pytest.raises(ValueError, match="layer 0 cannot go back from 65 tokens to 40: its window"):
-        cache.keep_prefix(question)
-    assert cache.token_ids.shape == (1, 65)
-    assert all(np.array_equal(a[0], b[0]) for a, b in zip(held, stored(cache), strict=True))
-    assert before.keep_prefix(question) == 40  # the copy, which did not go on
-    got = generate(model, before, question)
-    assert torch.equal(got, generate(model, KvedgeCache(model.config, "float32"), question))
-    assert cache.keep_prefix([99, 98]) == 0  # nothing in common: it begins anew
-
-
-@pytest.mark.skipif(transformers.__version__ < "5", reason="LFM2 has a cache of its own")
-def test_a_linear_attention_state_is_neither_saved_nor_taken_back(tmp_path):
-    config = transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"] * 2)
-    model = transformers.Lfm2ForCausalLM(config).eval().requires_grad_(False)
-    model.set_attn_implementation("kvedge")
-    cache = KvedgeCache(config)
-    out = generate(model, cache, prompt()["input_ids"])
-    cache.token_ids = out
-    with pytest.raises(ValueError, match="layer 0 has a linear-attention state"):
-        cache.save(tmp_path / "talk")
-    assert not (tmp_path / "talk").exists()
-    with pytest.raises(ValueError, match=r"layer 0 .* cannot go back from 18 tokens to 4"):
-        cache.keep_prefix(out[:, :5])
-    assert cache.get_seq_length() == cache.keep_prefix(out) == 18
 
 
 # ---- broken off ----------------------------------------------------------------------------------

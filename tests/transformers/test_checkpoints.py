@@ -1,0 +1,185 @@
+"""Going back: states and windows as they were at a checkpoint; conversations with states, saved."""
+
+import copy
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
+from tiny_structures import structure_of
+
+from kvedge.errors import CorruptFileError
+from kvedge.transformers.checkpoints import Checkpoints
+
+pytestmark = pytest.mark.skipif(
+    transformers.__version__ < "5", reason="transformers 4 keeps states in caches of their own"
+)
+# With states; with windows; with both.
+NAMES = ["Qwen3_5Text", "Qwen3Next", "Lfm2", "GraniteMoeHybrid", "FalconH1", "Jamba", "gemma2"]
+# Formats whose last tokens are held in another one, which going on lets go of.
+OPTIONS = [{"dtype": "float32"}, {"dtype": "kivi4", "recent": 20}, {"dtype": "int4", "recent": 9}]
+
+
+def model_of(name):
+    if name == "gemma2":
+        return tiny_model(name)
+    model, _, _ = structure_of(name)
+    model.set_attn_implementation("kvedge")
+    return model
+
+
+def step(model, cache, ids):
+    """The logits of what comes next; ids are computed at once."""
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits[:, -1]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_going_back_to_a_checkpoint_leaves_no_trace(name, options):
+    model = model_of(name)
+    ids, other = prompt(2, 300)["input_ids"], prompt(2, 300, seed=1)["input_ids"]
+    cache, never = (KvedgeCache(model.config, **options) for _ in range(2))
+    for part in (ids[:, :150], ids[:, 150:157]):
+        assert torch.equal(step(model, cache, part), step(model, never, part))
+    assert cache.checkpoint() == 157
+    step(model, cache, other[:, :140])
+    step(model, cache, other[:, 140:141])
+    cache.crop(157 - 298)
+    assert cache.get_seq_length() == 157
+    for start, stop in ((157, 158), (158, 200), (200, 201)):
+        part = ids[:, start:stop]
+        assert torch.equal(step(model, cache, part), step(model, never, part))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_that_parts_with_the_last_is_computed_from_a_checkpoint(name):
+    model = model_of(name)
+    ids, other = prompt(1, 90)["input_ids"], prompt(1, 9, seed=1)["input_ids"]
+    cache = KvedgeCache(model.config, dtype="float32")
+    first = model.generate(ids[:, :40], past_key_values=cache, max_new_tokens=6, do_sample=False)
+    cache.token_ids = first
+    assert cache.checkpoints == [40]
+    second = torch.cat([first, ids[:, 40:60]], 1)
+    assert cache.keep_prefix(second) == 45
+    second = model.generate(second, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert cache.checkpoints == [40, 45, 66]
+    cache.token_ids = second
+    asked = torch.cat([second[:, :50], other], 1)
+    assert cache.keep_prefix(asked) == 45 == cache.get_seq_length()
+    assert torch.equal(cache.token_ids, second[:, :45])
+    got = model.generate(asked, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    anew = KvedgeCache(model.config, dtype="float32")
+    step(model, anew, asked[:, :40])
+    for t in range(40, 45):
+        step(model, anew, asked[:, t : t + 1])
+    wanted = model.generate(asked, past_key_values=anew, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, wanted)
+    cache.token_ids = got
+    with pytest.raises(
+        ValueError, match=r"cannot go back .* no checkpoint serves \(there are: 40, 45"
+    ):
+        cache.keep_prefix(asked[:, :30])
+    assert torch.equal(cache.token_ids, got[:, : cache.get_seq_length()])
+    with pytest.raises(ValueError, match="cannot go back"):
+        cache.crop(43 - cache.get_seq_length())
+    assert cache.keep_prefix(other) == 0 and cache.checkpoints == []
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loaded_conversation_with_states_goes_on(name, batch, tmp_path):
+    model = model_of(name)
+    cache = KvedgeCache(model.config)
+    ids = prompt(batch, 30)["input_ids"]
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    cache.save(tmp_path, out, model=model)
+    cache.save(tmp_path, out, model=model)  # in its place
+    assert len(list(tmp_path.glob("states-*"))) == (name != "gemma2")
+    loaded = KvedgeCache.load(tmp_path, model)
+    more = torch.cat([out, prompt(batch, 9, seed=4)["input_ids"]], 1)
+    wanted, got = (
+        model.generate(more, past_key_values=one, max_new_tokens=6, do_sample=False)
+        for one in (cache, loaded)
+    )
+    assert torch.equal(got, wanted)
+
+
+def test_another_checkpoint_and_damaged_states_are_refused(tmp_path):
+    model = model_of("Lfm2")
+    cache = KvedgeCache(model.config)
+    out = model.generate(prompt()["input_ids"], past_key_values=cache, max_new_tokens=4)
+    with pytest.raises(ValueError, match="those of a model in memory, not of Lfm2Config"):
+        cache.save(tmp_path, out, model=model.config)
+    cache.save(tmp_path, out, model=model)
+    KvedgeCache.load(tmp_path, model.bfloat16())  # the same weights, rounded
+    other = copy.deepcopy(model)
+    torch.nn.init.normal_(other.model.layers[1].self_attn.q_proj.weight)
+    with pytest.raises(ValueError, match="conversation with another checkpoint"):
+        KvedgeCache.load(tmp_path, other)
+    assert KvedgeCache.load(tmp_path, other.config).get_seq_length() == 16
+    [states] = tmp_path.glob("states-*")
+    states.write_bytes(states.read_bytes()[:-1] + b"x")
+    with pytest.raises(CorruptFileError, match=r"states-.* changed or damaged"):
+        KvedgeCache.load(tmp_path, model)
+
+
+def test_checkpoints_are_bounded_and_the_last_ones_near():
+    model = model_of("Lfm2")
+    cache = KvedgeCache(model.config, checkpoints=5, checkpoint_every=16)
+    for t in range(300):
+        step(model, cache, prompt(1, 1, seed=t)["input_ids"])
+    held = cache.checkpoints
+    assert len(held) == 5 and held == sorted(held) and held[-1] >= 300 - 17
+    gaps = [b - a for a, b in itertools.pairwise(held)]
+    assert gaps[0] >= gaps[-1] and held[0] < 150
+    one = cache.checkpoint_bytes // 5
+    small = KvedgeCache(model.config, checkpoints=9, checkpoint_every=16, checkpoint_bytes=2 * one)
+    for t in range(100):
+        step(model, small, prompt(1, 1, seed=t)["input_ids"])
+    assert len(small.checkpoints) == 2 and small.checkpoint_bytes <= 2 * one
+    small.reorder_cache(torch.zeros(1, dtype=torch.long))
+    assert small.checkpoints == []  # rows may be others now
+    for wrong in ({"checkpoints": -1}, {"checkpoint_every": 0}, {"checkpoint_bytes": 1.5}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be an integer from"):
+            KvedgeCache(model.config, **wrong)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), name=st.sampled_from(["Qwen3_5Text", "FalconH1", "gemma2"]))
+def test_any_course_of_a_conversation_is_that_of_its_last_text(data, name):
+    """Steps, checkpoints, branches and going back: what is held is what the text alone gives."""
+    model = model_of(name)
+    options = data.draw(st.sampled_from(OPTIONS))
+    cache, text, at = KvedgeCache(model.config, checkpoints=3, **options), [], []
+    for _ in range(data.draw(st.integers(2, 8))):
+        move = data.draw(st.sampled_from(["step", "step", "checkpoint", "branch", "back"]))
+        if move == "step":
+            n, seed = data.draw(st.sampled_from([1, 2, 40])), data.draw(st.integers(0, 3))
+            text.append(prompt(1, n, seed=seed)["input_ids"])
+            at.append((at[-1] if at else 0) + n)
+            step(model, cache, text[-1])
+        elif move == "checkpoint":
+            cache.checkpoint()
+        elif move == "branch":
+            branch = copy.deepcopy(cache)
+            step(model, branch, prompt(1, 70, seed=9)["input_ids"])
+        elif cache.checkpoints:
+            to = data.draw(st.sampled_from(cache.checkpoints))
+            cache.crop(to - at[-1])
+            del text[at.index(to) + 1 :], at[at.index(to) + 1 :]
+    never, more = KvedgeCache(model.config, **options), prompt(1, 3, seed=5)["input_ids"]
+    for part in text:
+        step(model, never, part)
+    assert cache.get_seq_length() == never.get_seq_length()
+    for part in (more, more[:, :1]):
+        assert torch.equal(step(model, cache, part), step(model, never, part))
+
+
+def test_a_late_checkpoint_takes_the_place_of_later_ones():
+    kept = Checkpoints(3, None, 100)
+    assert not kept.is_due(0, 50)  # nothing is held yet
+    assert kept.is_due(50, 1)  # a prompt has ended
+    assert not kept.is_due(51, 1)
+    assert kept.is_due(60, 5)  # a turn has ended
