@@ -199,16 +199,12 @@ static int check_tensors(host *h, const tiny *t, const void *userdata, char *why
   memcpy(&custom, t->custom->op_params, sizeof custom);
   EXPECT(custom.fun == run_node && custom.n_tasks == N_TASKS_MAX && custom.userdata == userdata,
          "its custom nodes are laid out in another way");
-  const struct {
-    int type;
-    const char *name;
-  } types[] = {
-      {TYPE_F32,  "f32" },
-      {TYPE_F16,  "f16" },
-      {TYPE_BF16, "bf16"}
-  };
-  for (int i = 0; i < 3; i++)
-    EXPECT(strcmp(f->ggml_type_name(types[i].type), types[i].name) == 0, "its types have other numbers");
+  for (int i = 0; i < NUM_ROW_TYPES; i++) {
+    const row_type *of = &row_types[i];
+    EXPECT(strcmp(f->ggml_type_name(of->type), of->name) == 0, "its types have other numbers");
+    EXPECT(f->ggml_blck_size(of->type) == of->block_elements && f->ggml_type_size(of->type) == of->block_bytes,
+           "its type %s has other blocks", of->name);
+  }
   EXPECT(f->ggml_graph_n_nodes(t->g) == 1 && f->ggml_graph_node(t->g, 0) == t->out, "its graphs are other ones");
   return 1;
 }

@@ -137,6 +137,17 @@ static inline void set_num_threads(const host *h, backend *b, int num_threads) {
 
 /* ---- node.c ---- */
 
+/* A type of rows that kvedge reads where they lie. */
+typedef struct {
+  int type; /* ggml's */
+  const char *name;
+  kvedge_format format;
+  int block_elements;
+  size_t block_bytes;
+} row_type;
+enum { NUM_ROW_TYPES = 4 };
+extern const row_type row_types[NUM_ROW_TYPES];
+
 reason serves(const tensor *node, int takes_all);
 void run_node(tensor *dst, int ith, int nth, void *userdata);
 /* Makes a custom node the attention node again that it was. */

@@ -17,20 +17,33 @@ static int64_t least_cells(void) { return strcmp(kvedge_isa_name(), "scalar") ==
 
 /* ---- Which nodes ----------------------------------------------------------------------------- */
 
-/* ggml's type of rows as a format that kvedge reads in place; 0: there is none. */
-static int format_of_type(int type, kvedge_format *format) {
-  switch (type) {
-    case TYPE_F32: *format = KVEDGE_FLOAT32; return 1;
-    case TYPE_F16: *format = KVEDGE_FLOAT16; return 1;
-    case TYPE_BF16: *format = KVEDGE_BFLOAT16; return 1;
-    default: return 0;
-  }
+const row_type row_types[NUM_ROW_TYPES] = {
+    {TYPE_F32,  "f32",  KVEDGE_FLOAT32,  1,  4 },
+    {TYPE_F16,  "f16",  KVEDGE_FLOAT16,  1,  2 },
+    {TYPE_BF16, "bf16", KVEDGE_BFLOAT16, 1,  2 },
+    {TYPE_Q8_0, "q8_0", KVEDGE_Q8_0,     32, 34}
+};
+
+/* The type of a side's rows; NULL: kvedge does not read it in place. */
+static const row_type *row_type_of(const tensor *t) {
+  for (int i = 0; i < NUM_ROW_TYPES; i++)
+    if (row_types[i].type == t->type) return &row_types[i];
+  return NULL;
 }
 
-/* A side of a node as kvedge has it; 0: its type is not read in place. */
-static int rows_of(const tensor *t, kvedge_rows *rows) {
-  *rows = (kvedge_rows){.dim = (int)t->ne[0], .token_stride = (ptrdiff_t)t->nb[1], .head_stride = (ptrdiff_t)t->nb[2]};
-  return format_of_type(t->type, &rows->format);
+/* Are the elements of each row side by side, in whole blocks? */
+static int has_whole_rows(const tensor *t) {
+  const row_type *of = row_type_of(t);
+  return t->nb[0] == of->block_bytes && t->ne[0] % of->block_elements == 0 &&
+         t->nb[1] >= of->block_bytes * (size_t)(t->ne[0] / of->block_elements);
+}
+
+/* A side of a node as kvedge has it. */
+static kvedge_rows rows_of(const tensor *t) {
+  return (kvedge_rows){.dim = (int)t->ne[0],
+                       .token_stride = (ptrdiff_t)t->nb[1],
+                       .head_stride = (ptrdiff_t)t->nb[2],
+                       .format = row_type_of(t)->format};
 }
 
 static float param(const int32_t *params, int i) {
@@ -42,19 +55,15 @@ static float param(const int32_t *params, int i) {
 reason serves(const tensor *node, int takes_all) {
   const tensor *q = node->src[QUERY], *k = node->src[KEYS], *v = node->src[VALUES], *mask = node->src[MASK],
                *sinks = node->src[SINKS];
-  kvedge_rows rows[2];
   if (!q || !k || !v) return LEFT_SHAPE;
   for (int i = SINKS + 1; i < MAX_SOURCES; i++)
     if (node->src[i]) return LEFT_SHAPE;
-  if (!rows_of(k, &rows[0]) || !rows_of(v, &rows[1])) return LEFT_TYPE;
+  if (!row_type_of(k) || !row_type_of(v)) return LEFT_TYPE;
   if (node->type != TYPE_F32 || q->type != TYPE_F32) return LEFT_TYPE;
   if (q->nb[0] != 4 || node->nb[0] != 4 || k->ne[0] > MOST_DIM || v->ne[0] > MOST_DIM) return LEFT_SHAPE;
   for (int i = 1; i < 4; i++)
     if (q->nb[i] % 4 || node->nb[i] % 4) return LEFT_SHAPE;
-  const size_t element[] = {k->type == TYPE_F32 ? 4 : 2, v->type == TYPE_F32 ? 4 : 2};
-  const tensor *sides[] = {k, v};
-  for (int s = 0; s < 2; s++)
-    if (sides[s]->nb[0] != element[s] || sides[s]->nb[1] < element[s] * (size_t)sides[s]->ne[0]) return LEFT_SHAPE;
+  if (!has_whole_rows(k) || !has_whole_rows(v)) return LEFT_SHAPE;
   for (int i = 1; i < 4; i++)
     if (k->ne[i] != v->ne[i]) return LEFT_SHAPE;
   if (k->ne[1] < 1 || q->ne[1] < 1 || q->ne[2] % k->ne[2] || q->ne[3] % k->ne[3]) return LEFT_SHAPE;
@@ -129,6 +138,8 @@ static void make_call(const state *s, const tensor *node, const int32_t *params,
   *call = (kvedge_rows_call){
       .num_kv_heads = (int)k->ne[2],
       .num_heads = (int)q->ne[2],
+      .keys = rows_of(k),
+      .values = rows_of(v),
       .segments = segments,
       .num_segments = g->num_runs,
       .num_rows = g->count,
@@ -140,8 +151,6 @@ static void make_call(const state *s, const tensor *node, const int32_t *params,
                 .head_stride = (ptrdiff_t)node->nb[1]},
       .options = options
   };
-  rows_of(k, &call->keys);
-  rows_of(v, &call->values);
 }
 
 /* The calls of a node, in the state; their number, or -1: there is no memory. */

@@ -6,7 +6,8 @@ import llama_cpp.llama_cpp as api
 import numpy as np
 
 _lib = api._lib
-F32, F16, BF16 = 0, 1, 30
+F32, F16, Q8_0, BF16 = 0, 1, 8, 30
+Q8_0_ELEMENTS, Q8_0_BYTES = 32, 34  # of a block
 
 
 class _InitParams(c.Structure):
@@ -37,7 +38,8 @@ _free_backend = _function("ggml_backend_free", None, c.c_void_p)
 def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.0, threads=2):
     """Return ggml's (rows, heads, dim) of q (heads, rows, dim), k and v (heads, cells, dim).
 
-    Keys and values are float32, float16, or bfloat16 as uint16; the mask is float16 (rows, cells).
+    Keys and values are float32, float16, bfloat16 as uint16, or q8_0 as uint8 (heads, cells, bytes);
+    the mask is float16 (rows, cells).
     """
     size = 1 << 20
     size += (
@@ -48,8 +50,10 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
     context = _init(_InitParams(size, None, False))
 
     def tensor(array):
-        kind = {"float32": F32, "float16": F16, "uint16": BF16}[array.dtype.name]
+        kind = {"float32": F32, "float16": F16, "uint16": BF16, "uint8": Q8_0}[array.dtype.name]
         shape = [*array.shape[::-1], 1, 1, 1][:4]
+        if kind == Q8_0:
+            shape[0] = shape[0] // Q8_0_BYTES * Q8_0_ELEMENTS
         made = _tensor(context, kind, *shape)
         c.memmove(_data(made), np.ascontiguousarray(array).ctypes.data, array.nbytes)
         return made
@@ -73,7 +77,9 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
         _lib.ggml_backend_cpu_set_n_threads.argtypes = [c.c_void_p, c.c_int]
         _lib.ggml_backend_cpu_set_n_threads(backend, threads)
         assert _compute(backend, graph) == 0
-        shape = (q.shape[1], q.shape[0], v.shape[-1])
+        value_dim = v.shape[-1] // (Q8_0_BYTES if v.dtype == np.uint8 else 1)
+        value_dim *= Q8_0_ELEMENTS if v.dtype == np.uint8 else 1
+        shape = (q.shape[1], q.shape[0], value_dim)
         flat = (c.c_float * int(np.prod(shape))).from_address(_data(node))
         return np.array(flat, np.float32).reshape(shape)
     finally:

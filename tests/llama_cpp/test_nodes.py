@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp.llama_cpp")
+quants = pytest.importorskip("gguf.quants")
 from helpers.ggml_nodes import attend, expected
 
 from kvedge.llama_cpp import disable, enable, report
@@ -90,18 +91,38 @@ def test_options_of_a_node_are_ggmls(options, heads):
     np.testing.assert_allclose(out, expected(q, k, v, mask, **options), atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
-def test_rows_of_each_type_are_read_in_place(kind):
-    q, k, v = arrays(2, value_dim=96)
-    k, v = k.astype(np.float32), v.astype(np.float32)
-    stored = [k, v]
+def stored_as(kind, array):
+    """A float32 array as a cache of some type has it, and what this says."""
+    if kind == "float32":
+        return array, array
     if kind == "float16":
-        stored = [k.astype(np.float16), v.astype(np.float16)]
-    elif kind == "bfloat16":
-        stored = [(array.view(np.uint32) >> 16).astype(np.uint16) for array in (k, v)]
-        k, v = ((array.astype(np.uint32) << 16).view(np.float32) for array in stored)
+        return array.astype(np.float16), array.astype(np.float16).astype(np.float32)
+    if kind == "bfloat16":
+        halves = (array.view(np.uint32) >> 16).astype(np.uint16)
+        return halves, (halves.astype(np.uint32) << 16).view(np.float32)
+    blocks = quants.quantize(array, quants.GGMLQuantizationType.Q8_0)
+    return blocks, quants.dequantize(blocks, quants.GGMLQuantizationType.Q8_0)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("float32", "float32"),
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("q8_0", "q8_0"),
+        ("q8_0", "float16"),
+        ("float16", "q8_0"),
+    ],
+)
+def test_rows_of_each_type_are_read_in_place(kinds, rows):
+    q, k, v = arrays(rows, value_dim=96)
+    (keys, k), (values, v) = (
+        stored_as(kind, array.astype(np.float32)) for kind, array in zip(kinds, (k, v), strict=True)
+    )
     before = report().taken
-    out = attend(q, *stored)
+    out = attend(q, keys, values)
     assert report().taken == before + 1
     np.testing.assert_allclose(out, expected(q, k, v, None), atol=1e-3)
 
