@@ -90,6 +90,16 @@ struct reg {
   void *context;
 };
 
+typedef void (*to_float)(const void *row, float *to, int64_t num);
+typedef struct {
+  const char *name;
+  int64_t block_elements, interleaved;
+  size_t block_bytes;
+  bool is_quantized;
+  to_float to_float;
+  /* more */
+} type_traits;
+
 /* The functions of the ggml that is loaded: FUNCTION(result, name, arguments). */
 #define GGML_FUNCTIONS(FUNCTION)                                                                                       \
   FUNCTION(context *, ggml_init, (init_params))                                                                        \
@@ -105,6 +115,7 @@ struct reg {
   FUNCTION(const char *, ggml_type_name, (int type))                                                                   \
   FUNCTION(int64_t, ggml_blck_size, (int type))                                                                        \
   FUNCTION(size_t, ggml_type_size, (int type))                                                                         \
+  FUNCTION(const type_traits *, ggml_get_type_traits, (int type))                                                      \
   FUNCTION(graph *, ggml_new_graph, (context *))                                                                       \
   FUNCTION(size_t, ggml_graph_overhead, (void))                                                                        \
   FUNCTION(void, ggml_graph_add_node, (graph *, tensor *))                                                             \

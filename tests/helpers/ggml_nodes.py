@@ -6,8 +6,8 @@ import llama_cpp.llama_cpp as api
 import numpy as np
 
 _lib = api._lib
-F32, F16, Q8_0, BF16 = 0, 1, 8, 30
-Q8_0_ELEMENTS, Q8_0_BYTES = 32, 34  # of a block
+F32, F16, BF16 = 0, 1, 30
+QUANTIZED = {"q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20}
 
 
 class _InitParams(c.Structure):
@@ -30,16 +30,28 @@ _attention = _function(
 _add_sinks = _function("ggml_flash_attn_ext_add_sinks", None, c.c_void_p, c.c_void_p)
 _graph = _function("ggml_new_graph", c.c_void_p, c.c_void_p)
 _expand = _function("ggml_build_forward_expand", None, c.c_void_p, c.c_void_p)
+_type_size = _function("ggml_type_size", c.c_size_t, c.c_int)
+_block_elements = _function("ggml_blck_size", c.c_int64, c.c_int)
 _by_type = _function("ggml_backend_init_by_type", c.c_void_p, c.c_int, c.c_char_p)
 _compute = _function("ggml_backend_graph_compute", c.c_int, c.c_void_p, c.c_void_p)
 _free_backend = _function("ggml_backend_free", None, c.c_void_p)
 
 
+class Blocks:
+    """Rows of a quantized type: their bytes, (heads, cells, bytes)."""
+
+    def __init__(self, name, data):
+        self.type, self.data = QUANTIZED[name], data
+        self.nbytes, self.size = data.nbytes, data.size
+        elements = data.shape[-1] // _type_size(self.type) * _block_elements(self.type)
+        self.shape = (*data.shape[:-1], elements)
+
+
 def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.0, threads=2):
     """Return ggml's (rows, heads, dim) of q (heads, rows, dim), k and v (heads, cells, dim).
 
-    Keys and values are float32, float16, bfloat16 as uint16, or q8_0 as uint8 (heads, cells, bytes);
-    the mask is float16 (rows, cells).
+    Keys and values are float32, float16, bfloat16 as uint16, or Blocks; the mask is float16 (rows,
+    cells).
     """
     size = 1 << 20
     size += (
@@ -50,12 +62,13 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
     context = _init(_InitParams(size, None, False))
 
     def tensor(array):
-        kind = {"float32": F32, "float16": F16, "uint16": BF16, "uint8": Q8_0}[array.dtype.name]
+        if isinstance(array, Blocks):
+            kind, data = array.type, array.data
+        else:
+            kind, data = {"float32": F32, "float16": F16, "uint16": BF16}[array.dtype.name], array
         shape = [*array.shape[::-1], 1, 1, 1][:4]
-        if kind == Q8_0:
-            shape[0] = shape[0] // Q8_0_BYTES * Q8_0_ELEMENTS
         made = _tensor(context, kind, *shape)
-        c.memmove(_data(made), np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        c.memmove(_data(made), np.ascontiguousarray(data).ctypes.data, data.nbytes)
         return made
 
     backend = _by_type(0, None)
@@ -77,9 +90,7 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
         _lib.ggml_backend_cpu_set_n_threads.argtypes = [c.c_void_p, c.c_int]
         _lib.ggml_backend_cpu_set_n_threads(backend, threads)
         assert _compute(backend, graph) == 0
-        value_dim = v.shape[-1] // (Q8_0_BYTES if v.dtype == np.uint8 else 1)
-        value_dim *= Q8_0_ELEMENTS if v.dtype == np.uint8 else 1
-        shape = (q.shape[1], q.shape[0], value_dim)
+        shape = (q.shape[1], q.shape[0], v.shape[-1])
         flat = (c.c_float * int(np.prod(shape))).from_address(_data(node))
         return np.array(flat, np.float32).reshape(shape)
     finally:

@@ -1,10 +1,16 @@
 """llama.cpp's own API, as far as the tests need it: a model, contexts of it, logits."""
 
 import ctypes
+import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import llama_cpp.llama_cpp as api
 import numpy as np
+
+ROOT = Path(__file__).parents[2]
+#: A model of a size that people use.
+SMOLLM = Path(os.environ.get("KVEDGE_GGUF", ROOT.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"))
 
 
 class Context:

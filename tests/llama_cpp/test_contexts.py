@@ -10,22 +10,19 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp.llama_cpp")
 gguf_files = pytest.importorskip("helpers.gguf_files")
-from helpers.llama_cpp_models import Model, api  # noqa: E402
+from helpers.llama_cpp_models import ROOT, SMOLLM, Model, api  # noqa: E402
 
 from kvedge.cli.app import main  # noqa: E402
 from kvedge.data import STORIES_MODEL  # noqa: E402
 from kvedge.llama import LlamaModel  # noqa: E402
 from kvedge.llama_cpp import disable, enable, report  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-SMOLLM = Path(os.environ.get("KVEDGE_GGUF", ROOT.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"))
 NEAR = 1e-3  # two logits that may change places
 MOST = 0.05  # what ggml's sums in float16 may differ by, in a logit
 
@@ -212,14 +209,20 @@ def test_exec_says_where_it_cannot_help(tmp_path):
 # ---- A model of a size that people use ---------------------------------------------------------
 
 
+F16, Q4_0, Q8_0 = 1, 2, 8
+
+
 @pytest.mark.skipif(not SMOLLM.is_file(), reason=f"{SMOLLM} is not there")
-def test_perplexity_of_a_real_model_is_llama_cpps():
+@pytest.mark.parametrize(
+    "types", [(F16, F16), (Q8_0, Q8_0), (Q8_0, F16), (F16, Q8_0), (Q4_0, Q4_0)]
+)
+def test_perplexity_of_a_real_model_is_llama_cpps(types):
     model = Model(SMOLLM)
     tokens = model.tokens((ROOT / "docs/threads.md").read_text())[:900]
     assert len(tokens) == 900
 
-    def loss(**options):
-        with model.context(**options) as context:
+    def loss():
+        with model.context(type_k=types[0], type_v=types[1]) as context:
             logits = context.decode(tokens).astype(np.float64)[:-1]
         logits -= logits.max(axis=-1, keepdims=True)
         chosen = logits[np.arange(len(logits)), tokens[1:]]

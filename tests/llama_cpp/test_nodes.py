@@ -5,9 +5,9 @@ import pytest
 
 pytest.importorskip("llama_cpp.llama_cpp")
 quants = pytest.importorskip("gguf.quants")
-from helpers.ggml_nodes import attend, expected
+from helpers.ggml_nodes import QUANTIZED, Blocks, attend, expected  # noqa: E402
 
-from kvedge.llama_cpp import disable, enable, report
+from kvedge.llama_cpp import disable, enable, report  # noqa: E402
 
 HIDDEN = -np.inf
 CELLS = 700
@@ -100,8 +100,9 @@ def stored_as(kind, array):
     if kind == "bfloat16":
         halves = (array.view(np.uint32) >> 16).astype(np.uint16)
         return halves, (halves.astype(np.uint32) << 16).view(np.float32)
-    blocks = quants.quantize(array, quants.GGMLQuantizationType.Q8_0)
-    return blocks, quants.dequantize(blocks, quants.GGMLQuantizationType.Q8_0)
+    of = quants.GGMLQuantizationType(QUANTIZED[kind])
+    blocks = quants.quantize(array, of)
+    return Blocks(kind, blocks), quants.dequantize(blocks, of)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -114,17 +115,32 @@ def stored_as(kind, array):
         ("q8_0", "q8_0"),
         ("q8_0", "float16"),
         ("float16", "q8_0"),
+        ("q4_0", "q4_0"),
+        ("q4_1", "q8_0"),
+        ("float16", "q5_0"),
+        ("q5_1", "q5_1"),
     ],
 )
-def test_rows_of_each_type_are_read_in_place(kinds, rows):
+def test_rows_of_each_type_are_read_in_place_or_decoded(kinds, rows):
     q, k, v = arrays(rows, value_dim=96)
     (keys, k), (values, v) = (
         stored_as(kind, array.astype(np.float32)) for kind, array in zip(kinds, (k, v), strict=True)
     )
     before = report().taken
-    out = attend(q, keys, values)
+    out = attend(q, keys, values, threads=3)
     assert report().taken == before + 1
     np.testing.assert_allclose(out, expected(q, k, v, None), atol=1e-3)
+
+
+def test_rows_to_decode_for_few_query_rows_are_left():
+    q, k, v = arrays(1, heads=4, kv_heads=2)
+    (k, _), (v, _) = (stored_as("q4_0", array.astype(np.float32)) for array in (k, v))
+    before = report()
+    with_kvedge = attend(q, k, v)
+    assert report().taken == before.taken
+    assert sum(report().left.values()) == sum(before.left.values()) + 1
+    disable()
+    assert np.array_equal(with_kvedge, attend(q, k, v))
 
 
 def test_what_kvedge_cannot_do_falls_back_to_ggmls_kernel():
