@@ -1,8 +1,11 @@
 """Whole models in llama.cpp: the same logits, texts, states and edits with kvedge as without.
 
-stories260K in float32 (no rounding of activations stands between the two), and SmolLM2-135M where
-``KVEDGE_GGUF`` or ../models has it: its products of quantized activations amplify every last digit,
-so its loss is compared.
+Logits are held against those of a cache in float32 and llama.cpp's other kind of attention, -fa off:
+kvedge's are to be as near to them as ggml's own -fa on. What distance there is comes from the
+cache's float16: of stories260K, whose weights are float32, some 0.05 in the largest of 358,400
+logits for all three (ggml 0.25: 0.047, -fa off in float16 0.055, kvedge 0.045). SmolLM2-135M, where
+``KVEDGE_GGUF`` or ../models has it, multiplies activations rounded to 8 bits, which amplifies any
+last digit: -fa off in float16 differs from itself in float32 by 0.16 on average.
 """
 
 import json
@@ -24,7 +27,7 @@ from kvedge.llama import LlamaModel  # noqa: E402
 from kvedge.llama_cpp import disable, enable, report  # noqa: E402
 
 NEAR = 1e-3  # two logits that may change places
-MOST = 0.05  # what ggml's sums in float16 may differ by, in a logit
+F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8  # types of caches
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +67,13 @@ def both(action):
     return alone, with_kvedge
 
 
+def assert_as_near(precise, alone, with_kvedge):
+    """Logits with kvedge are as near to precise ones as those of ggml's kernel."""
+    distances = [np.abs(logits - precise) for logits in (alone, with_kvedge)]
+    means, largest = ([function(d) for d in distances] for function in (np.mean, np.max))
+    assert means[1] < 1.1 * means[0] and largest[1] < 1.3 * largest[0], (means, largest)
+
+
 def assert_same_text(one, other):
     """Two greedy texts are equal up to where two logits are within NEAR."""
     (words, logits), (others, _) = one, other
@@ -81,14 +91,15 @@ def test_logits_and_texts_are_those_of_llama_cpp(model, tokens, threads):
             return logits, context.greedy(tokens[:1], 40, start=len(tokens))
 
     (logits, text), (with_kvedge, its_text) = both(action)
-    assert np.abs(logits - with_kvedge).max() < MOST
+    with model.context(flash=False, type_k=F32, type_v=F32) as context:
+        assert_as_near(context.decode(tokens), logits, with_kvedge)
     assert_same_text(text, its_text)
 
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_sequences_of_a_batch_see_their_own_cells(model, tokens, unified):
-    def action():
-        with model.context(n_ctx=2560, sequences=4, kv_unified=unified) as context:
+    def action(**options):
+        with model.context(n_ctx=2560, sequences=4, kv_unified=unified, **options) as context:
             for sequence in range(4):
                 context.decode(tokens[: 300 + 60 * sequence], sequence=sequence)
             rows = []
@@ -100,8 +111,7 @@ def test_sequences_of_a_batch_see_their_own_cells(model, tokens, unified):
                 rows.append(context.decode_batch(batch))
             return np.array(rows)
 
-    alone, with_kvedge = both(action)
-    assert np.abs(alone - with_kvedge).max() < MOST
+    assert_as_near(action(flash=False, type_k=F32, type_v=F32), *both(action))
 
 
 def test_a_state_goes_from_one_to_the_other(model, tokens):
@@ -207,9 +217,6 @@ def test_exec_says_where_it_cannot_help(tmp_path):
 
 
 # ---- A model of a size that people use ---------------------------------------------------------
-
-
-F16, Q4_0, Q8_0 = 1, 2, 8
 
 
 @pytest.mark.skipif(not SMOLLM.is_file(), reason=f"{SMOLLM} is not there")
