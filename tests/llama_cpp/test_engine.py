@@ -19,7 +19,7 @@ from kvedge.cli.app import main  # noqa: E402
 from kvedge.console import exits  # noqa: E402
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER  # noqa: E402
 from kvedge.llama import LlamaModel  # noqa: E402
-from kvedge.llama_cpp import disable  # noqa: E402
+from kvedge.llama_cpp import disable, report  # noqa: E402
 
 pytestmark = pytest.mark.skipif(kvedge.backend != "native", reason="needs the C library")
 PROMPT = "Once upon a time, there was a little girl named Lily."
@@ -178,8 +178,9 @@ def test_a_chat_is_kept_and_goes_on(path, tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(not SMOLLM.is_file(), reason=f"{SMOLLM} is not there")
 def test_a_cache_in_q8_0_chats_in_the_models_own_template(capsys):
     rest = ["-m", str(SMOLLM), "-n", "12", "-c", "512", "-p", "The capital of France is", "--json"]
+    before = report()
     assert main(["generate", *rest, "--cache", "q8_0"]) == exits.OK
     made = json.loads(capsys.readouterr().out)
     assert made["engine"] == "llama.cpp" and made["cache"]["dtype"] == "q8_0"
     assert made["text"].startswith(" Paris")
-    assert "left" not in made["attention"]
+    assert report().taken > before.taken and report().left == before.left
