@@ -32,7 +32,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc integrations -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-llama-cpp test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -106,6 +106,12 @@ test-ggml: $(VENV)/bench.stamp
 # An unmodified llama.cpp with kvedge (docs/llama_cpp.md). Threads of OpenMP that wait sleep: here others need the cores.
 test-llama-cpp: $(VENV)/llama.stamp
 	GOMP_SPINCOUNT=0 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/llama_cpp $(PYTEST_ARGS)
+# The same with llama-cpp-python of about 6 and 12 months ago, each compiled for some minutes unless ../wheels has it.
+LLAMA_CPP_OLD ?= 0.3.26 0.3.16
+test-llama-cpp-old: $(addprefix $(VENV)/llama-cpp-,$(LLAMA_CPP_OLD))
+	for folder in $^; do \
+	  PYTHONPATH=$$folder GOMP_SPINCOUNT=0 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/llama_cpp $(PYTEST_ARGS) || exit 1; \
+	done
 # The same with musl, whose threads have small stacks.
 test-musl:
 	tests/c/run.sh musl
@@ -223,6 +229,10 @@ LLAMA_CPP ?= llama-cpp-python==0.3.36
 $(VENV)/llama.stamp: pyproject.toml | $(VENV)/test.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --find-links ,$(wildcard ../wheels)) '$(LLAMA_CPP)'
 	@touch $@
+
+$(VENV)/llama-cpp-%: | $(VENV)/llama.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --find-links ,$(wildcard ../wheels)) \
+	  --no-deps --target $@ llama-cpp-python==$*
 
 # ggml comes as llama-cpp-python.
 $(VENV)/bench.stamp: pyproject.toml | $(VENV)/peers.stamp $(VENV)/llama.stamp

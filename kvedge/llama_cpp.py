@@ -6,8 +6,8 @@
     print(enable())
     llm = llama_cpp.Llama(model, n_ctx=32768, flash_attn=True)
 
-llama.cpp's cache stays where it is and as it is, in float16, bfloat16 or float32; what changes is
-who computes the attention nodes of its graphs. ``docs/llama_cpp.md`` has what is taken and what is
+llama.cpp's cache stays where it is and as it is; what changes is who computes the attention nodes
+of its graphs. ``docs/llama_cpp.md`` has what is taken and what is
 left.
 """
 
@@ -59,9 +59,9 @@ class Report:
     def __str__(self) -> str:
         if not self.enabled:
             return f"kvedge leaves attention to ggml: {self.reason}"
-        formats = "float16, bfloat16 and float32"
         told = (
-            f"kvedge attends in {self.version}, in contexts made from now on: caches of {formats}"
+            f"kvedge attends in {self.version}, in contexts made from now on: caches of float16, "
+            "bfloat16, float32 and q8_0 where they lie, other types decoded"
         )
         if not self.taken and not self.left:
             return told

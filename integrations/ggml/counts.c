@@ -9,8 +9,9 @@ long counted(reason why) { return atomic_load_explicit(&counts[why], memory_orde
 const char *name_of_reason(reason why) {
   static const char *const names[NUM_REASONS] = {"taken",
                                                  "too few cells to gain",
-                                                 "a type of keys or values that is not read in place",
+                                                 "a type of keys or values that is not known",
                                                  "strides or widths that are not known",
+                                                 "keys or values to decode for few query rows",
                                                  "the backend was computing another graph",
                                                  "fell back to ggml's kernel"};
   return names[why];

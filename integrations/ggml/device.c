@@ -42,7 +42,7 @@ static void get_props(device *d, void *props) {
 static bool supports_op(device *d, const tensor *op) {
   (void)d;
   static const char *const nothing_to_do[] = {"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"};
-  if (op->op == of->op_attention) return serves(op, 1) == TAKEN;
+  if (op->op == of->op_attention) return serves(of, op, 1) == TAKEN;
   const char *name = of->f.ggml_op_name(op->op);
   for (size_t i = 0; i < sizeof nothing_to_do / sizeof *nothing_to_do; i++)
     if (strcmp(name, nothing_to_do[i]) == 0) return true;

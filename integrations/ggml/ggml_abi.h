@@ -10,8 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Numbers of types are those of GGUF files; their names are checked as well. */
-enum { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_BF16 = 30 };
+/* Numbers of types are those of GGUF files; their names and blocks are checked as well. */
+enum { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q8_0 = 8, TYPE_BF16 = 30 };
 enum { STATUS_SUCCESS = 0 };
 enum { DEVICE_TYPE_CPU = 0, DEVICE_TYPE_ACCEL = 3 }; /* ACCEL: 2 with version 1 of the API, which has no IGPU */
 enum { OLDEST_API = 1, NEWEST_API = 2 };             /* of ggml_backend_reg.api_version: what has been tried */
@@ -90,6 +90,16 @@ struct reg {
   void *context;
 };
 
+typedef void (*to_float)(const void *row, float *to, int64_t num);
+typedef struct {
+  const char *name;
+  int64_t block_elements, interleaved;
+  size_t block_bytes;
+  bool is_quantized;
+  to_float to_float;
+  /* more */
+} type_traits;
+
 /* The functions of the ggml that is loaded: FUNCTION(result, name, arguments). */
 #define GGML_FUNCTIONS(FUNCTION)                                                                                       \
   FUNCTION(context *, ggml_init, (init_params))                                                                        \
@@ -103,6 +113,9 @@ struct reg {
             int n_tasks, void *userdata))                                                                              \
   FUNCTION(const char *, ggml_op_name, (int op))                                                                       \
   FUNCTION(const char *, ggml_type_name, (int type))                                                                   \
+  FUNCTION(int64_t, ggml_blck_size, (int type))                                                                        \
+  FUNCTION(size_t, ggml_type_size, (int type))                                                                         \
+  FUNCTION(const type_traits *, ggml_get_type_traits, (int type))                                                      \
   FUNCTION(graph *, ggml_new_graph, (context *))                                                                       \
   FUNCTION(size_t, ggml_graph_overhead, (void))                                                                        \
   FUNCTION(void, ggml_graph_add_node, (graph *, tensor *))                                                             \

@@ -43,7 +43,8 @@ static void free_hooked(backend *b) {
   void (*own)(backend *) = s->free;
   if (s->helper) s->of->f.ggml_backend_free(s->helper);
   for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) forget_masks(&s->masks[i]);
-  free(s->jobs), free(s->memory), free(s->calls), free(s->options), free(s->segments), free(s->slopes), free(s);
+  free(s->sides[0].room), free(s->sides[1].room), free(s->jobs), free(s->memory), free(s->calls), free(s->options),
+      free(s->segments), free(s->slopes), free(s);
   own(b);
 }
 
@@ -56,7 +57,7 @@ static int replace_nodes(state *s, graph *g) {
   for (int i = 0; i < num_nodes; i++) {
     tensor *node = h->f.ggml_graph_node(g, i);
     if (node->op != h->op_attention) continue;
-    const reason why = serves(node, s->takes_all);
+    const reason why = serves(h, node, s->takes_all);
     if (why != TAKEN) {
       count(why, 1);
       continue;
@@ -199,16 +200,21 @@ static int check_tensors(host *h, const tiny *t, const void *userdata, char *why
   memcpy(&custom, t->custom->op_params, sizeof custom);
   EXPECT(custom.fun == run_node && custom.n_tasks == N_TASKS_MAX && custom.userdata == userdata,
          "its custom nodes are laid out in another way");
-  const struct {
-    int type;
-    const char *name;
-  } types[] = {
-      {TYPE_F32,  "f32" },
-      {TYPE_F16,  "f16" },
-      {TYPE_BF16, "bf16"}
-  };
-  for (int i = 0; i < 3; i++)
-    EXPECT(strcmp(f->ggml_type_name(types[i].type), types[i].name) == 0, "its types have other numbers");
+  for (int i = 0; i < NUM_ROW_TYPES; i++) {
+    const row_type *of = &row_types[i];
+    EXPECT(strcmp(f->ggml_type_name(of->type), of->name) == 0, "its types have other numbers");
+    EXPECT(f->ggml_blck_size(of->type) == of->block_elements && f->ggml_type_size(of->type) == of->block_bytes,
+           "its type %s has other blocks", of->name);
+    const type_traits *traits = f->ggml_get_type_traits(of->type);
+    EXPECT(traits->name == f->ggml_type_name(of->type) && traits->block_elements == of->block_elements &&
+               traits->block_bytes == of->block_bytes && traits->is_quantized == (of->block_elements > 1),
+           "its types are laid out in another way");
+  }
+  const uint16_t halves[] = {0x3c00, 0xc500}; /* 1, -5 */
+  float decoded[2] = {0.0f, 0.0f};
+  const to_float decode = f->ggml_get_type_traits(TYPE_F16)->to_float;
+  if (decode) decode(halves, decoded, 2);
+  EXPECT(decoded[0] == 1.0f && decoded[1] == -5.0f, "its types are laid out in another way");
   EXPECT(f->ggml_graph_n_nodes(t->g) == 1 && f->ggml_graph_node(t->g, 0) == t->out, "its graphs are other ones");
   return 1;
 }

@@ -21,11 +21,12 @@
 /* Why a node was left to ggml. */
 typedef enum {
   TAKEN,
-  LEFT_SMALL, /* too few cells to gain */
-  LEFT_TYPE,  /* keys or values are of a type that kvedge does not read in place */
-  LEFT_SHAPE, /* strides, broadcasts or widths that it does not know */
-  LEFT_BUSY,  /* the backend is computing another graph at the same time */
-  FELL_BACK,  /* kvedge refused it, or gave what is not finite: ggml's kernel computed it */
+  LEFT_SMALL,    /* too few cells to gain */
+  LEFT_TYPE,     /* keys or values are of a type that neither kvedge reads nor ggml decodes */
+  LEFT_SHAPE,    /* strides, broadcasts or widths that it does not know */
+  LEFT_DECODING, /* keys or values would have to be decoded, for few query rows */
+  LEFT_BUSY,     /* the backend is computing another graph at the same time */
+  FELL_BACK,     /* kvedge refused it, or gave what is not finite: ggml's kernel computed it */
   NUM_REASONS
 } reason;
 
@@ -70,6 +71,8 @@ void forget_masks(seen_cells *seen);
 
 /* Room for num elements of `size` bytes, what is in it kept; 0: there is no memory. */
 int grow(void *array, int *room, int num, size_t size);
+/* Room for so many bytes, aligned to 64, what is in it lost; 0: there is no memory. */
+int reserve(void **memory, size_t *room, size_t bytes);
 
 /* ---- host.c ---- */
 
@@ -89,8 +92,20 @@ typedef struct {
   struct state *of;
   tensor *node;
   int32_t params[PARAM_BYTES / 4]; /* its own, whose place the custom node's have taken */
-  atomic_int is_planned, next_slice, num_done;
+  atomic_int is_planned, next_part, num_decoded, next_slice, num_done;
 } job;
+
+/* Keys or values of the node that runs: where they lie, or decoded into `room`, a part after the other. */
+typedef struct {
+  kvedge_rows rows;
+  const char *data;
+  ptrdiff_t stream_stride;
+  const tensor *from;
+  to_float decode; /* or NULL */
+  int parts_per_stream, num_parts;
+  void *room; /* (streams, cells, KV heads, dim) */
+  size_t room_bytes;
+} side;
 
 /* What belongs to a CPU backend whose graphs kvedge looks at. */
 typedef struct state {
@@ -108,6 +123,7 @@ typedef struct state {
   int room_jobs, next_mask;
 
   /* Of the node that runs. */
+  side sides[2];                    /* keys, values */
   kvedge_rows_attention *attention; /* NULL: it falls back */
   void *memory;
   size_t memory_bytes;
@@ -137,7 +153,18 @@ static inline void set_num_threads(const host *h, backend *b, int num_threads) {
 
 /* ---- node.c ---- */
 
-reason serves(const tensor *node, int takes_all);
+/* A type of rows that kvedge reads where they lie. */
+typedef struct {
+  int type; /* ggml's */
+  const char *name;
+  kvedge_format format;
+  int block_elements;
+  size_t block_bytes;
+} row_type;
+enum { NUM_ROW_TYPES = 4 };
+extern const row_type row_types[NUM_ROW_TYPES];
+
+reason serves(const host *h, const tensor *node, int takes_all);
 void run_node(tensor *dst, int ith, int nth, void *userdata);
 /* Makes a custom node the attention node again that it was. */
 void restore_node(const job *j);

@@ -25,6 +25,15 @@ int grow(void *array, int *room, int num, size_t size) {
   return 1;
 }
 
+int reserve(void **memory, size_t *room, size_t bytes) {
+  enum { ALIGNMENT = 64 };
+  if (bytes <= *room) return 1;
+  free(*memory);
+  *room = (bytes + bytes / 4 + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  if (!(*memory = aligned_alloc(ALIGNMENT, *room))) *room = 0;
+  return *memory != NULL;
+}
+
 /* How many of m[0..n-1] are `bits`. In parts whose count fits the lanes of vector code. */
 static int64_t count_of(const uint16_t *m, int64_t n, uint16_t bits) {
   enum { PART = 16384 };

@@ -9,7 +9,12 @@
 #include "internal.h"
 
 enum { QUERY, KEYS, VALUES, MASK, SINKS };
-enum { MOST_DIM = 1024 };
+enum {
+  MOST_DIM = 1024,
+  /* Decoding takes about as long as ggml's kernel for so many query rows of a KV head, which decodes values for each. */
+  LEAST_ROWS_TO_DECODE = 3,
+  CELLS_PER_PART = 64, /* that a thread decodes at a time */
+};
 
 /* Below so many cells ggml's kernels take no longer. With vectors kvedge was faster from the first visible cell on (9 to 32
  * heads of 64 and 128, one row, AVX2 and AVX-512: 1.4 to 4 times); llama.cpp's caches show 256 cells at least. */
@@ -17,20 +22,30 @@ static int64_t least_cells(void) { return strcmp(kvedge_isa_name(), "scalar") ==
 
 /* ---- Which nodes ----------------------------------------------------------------------------- */
 
-/* ggml's type of rows as a format that kvedge reads in place; 0: there is none. */
-static int format_of_type(int type, kvedge_format *format) {
-  switch (type) {
-    case TYPE_F32: *format = KVEDGE_FLOAT32; return 1;
-    case TYPE_F16: *format = KVEDGE_FLOAT16; return 1;
-    case TYPE_BF16: *format = KVEDGE_BFLOAT16; return 1;
-    default: return 0;
-  }
+const row_type row_types[NUM_ROW_TYPES] = {
+    {TYPE_F32,  "f32",  KVEDGE_FLOAT32,  1,  4 },
+    {TYPE_F16,  "f16",  KVEDGE_FLOAT16,  1,  2 },
+    {TYPE_BF16, "bf16", KVEDGE_BFLOAT16, 1,  2 },
+    {TYPE_Q8_0, "q8_0", KVEDGE_Q8_0,     32, 34}
+};
+
+/* The type of a side's rows; NULL: kvedge does not read it in place. */
+static const row_type *row_type_of(const tensor *t) {
+  for (int i = 0; i < NUM_ROW_TYPES; i++)
+    if (row_types[i].type == t->type) return &row_types[i];
+  return NULL;
 }
 
-/* A side of a node as kvedge has it; 0: its type is not read in place. */
-static int rows_of(const tensor *t, kvedge_rows *rows) {
-  *rows = (kvedge_rows){.dim = (int)t->ne[0], .token_stride = (ptrdiff_t)t->nb[1], .head_stride = (ptrdiff_t)t->nb[2]};
-  return format_of_type(t->type, &rows->format);
+/* Rows of any other type that ggml decodes are decoded for the node; NULL: it does not decode them. */
+static to_float decoder_of(const host *h, const tensor *t) {
+  return row_type_of(t) ? NULL : h->f.ggml_get_type_traits(t->type)->to_float;
+}
+
+/* Are the elements of each row side by side, in whole blocks? */
+static int has_whole_rows(const host *h, const tensor *t) {
+  const int64_t elements = h->f.ggml_blck_size(t->type);
+  const size_t bytes = h->f.ggml_type_size(t->type);
+  return t->nb[0] == bytes && t->ne[0] % elements == 0 && t->nb[1] >= bytes * (size_t)(t->ne[0] / elements);
 }
 
 static float param(const int32_t *params, int i) {
@@ -39,22 +54,24 @@ static float param(const int32_t *params, int i) {
   return x;
 }
 
-reason serves(const tensor *node, int takes_all) {
+reason serves(const host *h, const tensor *node, int takes_all) {
   const tensor *q = node->src[QUERY], *k = node->src[KEYS], *v = node->src[VALUES], *mask = node->src[MASK],
                *sinks = node->src[SINKS];
-  kvedge_rows rows[2];
   if (!q || !k || !v) return LEFT_SHAPE;
   for (int i = SINKS + 1; i < MAX_SOURCES; i++)
     if (node->src[i]) return LEFT_SHAPE;
-  if (!rows_of(k, &rows[0]) || !rows_of(v, &rows[1])) return LEFT_TYPE;
+  const tensor *sides[] = {k, v};
+  int is_decoded = 0;
+  for (int i = 0; i < 2; i++) {
+    if (row_type_of(sides[i])) continue;
+    if (!decoder_of(h, sides[i])) return LEFT_TYPE;
+    is_decoded = 1;
+  }
   if (node->type != TYPE_F32 || q->type != TYPE_F32) return LEFT_TYPE;
   if (q->nb[0] != 4 || node->nb[0] != 4 || k->ne[0] > MOST_DIM || v->ne[0] > MOST_DIM) return LEFT_SHAPE;
   for (int i = 1; i < 4; i++)
     if (q->nb[i] % 4 || node->nb[i] % 4) return LEFT_SHAPE;
-  const size_t element[] = {k->type == TYPE_F32 ? 4 : 2, v->type == TYPE_F32 ? 4 : 2};
-  const tensor *sides[] = {k, v};
-  for (int s = 0; s < 2; s++)
-    if (sides[s]->nb[0] != element[s] || sides[s]->nb[1] < element[s] * (size_t)sides[s]->ne[0]) return LEFT_SHAPE;
+  if (!has_whole_rows(h, k) || !has_whole_rows(h, v)) return LEFT_SHAPE;
   for (int i = 1; i < 4; i++)
     if (k->ne[i] != v->ne[i]) return LEFT_SHAPE;
   if (k->ne[1] < 1 || q->ne[1] < 1 || q->ne[2] % k->ne[2] || q->ne[3] % k->ne[3]) return LEFT_SHAPE;
@@ -64,7 +81,9 @@ reason serves(const tensor *node, int takes_all) {
     if (mask->ne[2] != 1 && mask->ne[2] != q->ne[2]) return LEFT_SHAPE;
   }
   if (sinks && (sinks->type != TYPE_F32 || sinks->nb[0] != 4 || sinks->ne[0] != q->ne[2])) return LEFT_SHAPE;
-  return k->ne[1] < least_cells() && !takes_all ? LEFT_SMALL : TAKEN;
+  if (takes_all) return TAKEN;
+  if (is_decoded && q->ne[1] * (q->ne[2] / k->ne[2]) < LEAST_ROWS_TO_DECODE) return LEFT_DECODING;
+  return k->ne[1] < least_cells() ? LEFT_SMALL : TAKEN;
 }
 
 /* ---- A node becomes calls ---------------------------------------------------------------------- */
@@ -101,17 +120,58 @@ static void clear_rows(tensor *node, int64_t stream, const row_group *g) {
              0, (size_t)node->ne[0] * sizeof(float));
 }
 
+/* A side of a node as kvedge has it; one that is decoded gets room for it. 0: there is no memory. */
+static int make_side(state *s, const tensor *t, side *of) {
+  const row_type *type = row_type_of(t);
+  *of = (side){
+      .rows = {.dim = (int)t->ne[0], .token_stride = (ptrdiff_t)t->nb[1], .head_stride = (ptrdiff_t)t->nb[2]},
+      .data = t->data,
+      .stream_stride = (ptrdiff_t)t->nb[3],
+      .room = of->room,
+      .room_bytes = of->room_bytes,
+      .from = t
+  };
+  if (type) {
+    of->rows.format = type->format;
+    return 1;
+  }
+  of->decode = decoder_of(s->of, t);
+  of->rows.format = KVEDGE_FLOAT32;
+  of->rows.head_stride = (ptrdiff_t)t->ne[0] * (ptrdiff_t)sizeof(float);
+  of->rows.token_stride = of->rows.head_stride * t->ne[2];
+  of->stream_stride = of->rows.token_stride * t->ne[1];
+  if (!reserve(&of->room, &of->room_bytes, (size_t)(of->stream_stride * t->ne[3]))) return 0;
+  of->data = of->room;
+  of->parts_per_stream = (int)((t->ne[1] + CELLS_PER_PART - 1) / CELLS_PER_PART);
+  of->num_parts = of->parts_per_stream * (int)t->ne[3];
+  return 1;
+}
+
+/* Decodes a part of a side: some cells of a stream, of all KV heads. */
+static void decode_part(const side *of, int part) {
+  const tensor *t = of->from;
+  const int64_t stream = part / of->parts_per_stream, first = (int64_t)(part % of->parts_per_stream) * CELLS_PER_PART;
+  const int64_t stop = first + CELLS_PER_PART < t->ne[1] ? first + CELLS_PER_PART : t->ne[1];
+  const char *from = (const char *)t->data + stream * (int64_t)t->nb[3];
+  char *to = (char *)of->room + stream * of->stream_stride;
+  for (int64_t cell = first; cell < stop; cell++)
+    for (int64_t head = 0; head < t->ne[2]; head++)
+      of->decode(from + cell * (int64_t)t->nb[1] + head * (int64_t)t->nb[2],
+                 (float *)(to + cell * of->rows.token_stride + head * of->rows.head_stride), t->ne[0]);
+}
+
 /* The call of a group of query rows; `segments` are its own. */
 static void make_call(const state *s, const tensor *node, const int32_t *params, int64_t stream, const row_group *g,
                       const run *runs, kvedge_rows_segment *segments, kvedge_attention_options *options,
                       kvedge_rows_call *call) {
-  const tensor *q = node->src[QUERY], *k = node->src[KEYS], *v = node->src[VALUES], *mask = node->src[MASK];
+  const tensor *q = node->src[QUERY], *k = node->src[KEYS], *mask = node->src[MASK];
+  const side *keys = &s->sides[0], *values = &s->sides[1];
   const int64_t kv_stream = stream / (q->ne[3] / k->ne[3]);
-  const char *keys = (const char *)k->data + kv_stream * (int64_t)k->nb[3],
-             *values = (const char *)v->data + kv_stream * (int64_t)v->nb[3];
   for (int i = 0; i < g->num_runs; i++)
-    segments[i] = (kvedge_rows_segment){keys + runs[i].first * (int64_t)k->nb[1],
-                                        values + runs[i].first * (int64_t)v->nb[1], runs[i].stop - runs[i].first};
+    segments[i] = (kvedge_rows_segment){
+        keys->data + kv_stream * keys->stream_stride + runs[i].first * keys->rows.token_stride,
+        values->data + kv_stream * values->stream_stride + runs[i].first * values->rows.token_stride,
+        runs[i].stop - runs[i].first};
   kvedge_attention_defaults(options);
   options->scale = param(params, 0);
   options->softcap = param(params, 2);
@@ -129,6 +189,8 @@ static void make_call(const state *s, const tensor *node, const int32_t *params,
   *call = (kvedge_rows_call){
       .num_kv_heads = (int)k->ne[2],
       .num_heads = (int)q->ne[2],
+      .keys = keys->rows,
+      .values = values->rows,
       .segments = segments,
       .num_segments = g->num_runs,
       .num_rows = g->count,
@@ -140,8 +202,6 @@ static void make_call(const state *s, const tensor *node, const int32_t *params,
                 .head_stride = (ptrdiff_t)node->nb[1]},
       .options = options
   };
-  rows_of(k, &call->keys);
-  rows_of(v, &call->values);
 }
 
 /* The calls of a node, in the state; their number, or -1: there is no memory. */
@@ -187,18 +247,13 @@ static int make_calls(state *s, tensor *node, const int32_t *params) {
 
 /* Plans a node; 0: it falls back. *num_calls 0: nothing is left to do. */
 static int plan_node(state *s, tensor *node, const int32_t *params, int num_threads) {
-  enum { ALIGNMENT = 64 };
   s->attention = NULL;
+  for (int i = 0; i < 2; i++)
+    if (!make_side(s, node->src[KEYS + i], &s->sides[i])) return 0;
   const int num = make_calls(s, node, params);
   if (num <= 0) return num == 0;
-  const size_t bytes =
-      (kvedge_rows_attention_bytes(s->calls, num, num_threads) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-  if (bytes > s->memory_bytes) {
-    free(s->memory);
-    s->memory_bytes = bytes + bytes / 4 / ALIGNMENT * ALIGNMENT;
-    if (!(s->memory = aligned_alloc(ALIGNMENT, s->memory_bytes))) s->memory_bytes = 0;
-  }
-  return bytes && s->memory &&
+  const size_t bytes = kvedge_rows_attention_bytes(s->calls, num, num_threads);
+  return bytes && reserve(&s->memory, &s->memory_bytes, bytes) &&
          kvedge_rows_attention_init(s->memory, bytes, s->calls, num, num_threads, &s->attention) == KVEDGE_OK;
 }
 
@@ -215,9 +270,9 @@ static int is_finite(const tensor *node) {
   return largest < flt_max;
 }
 
-static void wait_for(const atomic_int *flag) {
+static void wait_for(const atomic_int *x, int least) {
   enum { SPINS = 4096 }; /* some 100 us: planning takes less, unless thread 0 was held up */
-  for (int i = 0; !atomic_load_explicit(flag, memory_order_acquire); i++) {
+  for (int i = 0; atomic_load_explicit(x, memory_order_acquire) < least; i++) {
     if (i >= SPINS) sched_yield();
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -251,6 +306,17 @@ static void compute_by_ggml(state *s, job *j) {
   count(FELL_BACK, 1);
 }
 
+/* Decodes what is to be decoded, together with the other threads; all of it is there at the end. */
+static void decode_sides(const state *s, job *j) {
+  const int of_keys = s->sides[0].num_parts, num = of_keys + s->sides[1].num_parts;
+  for (int part; num && (part = atomic_fetch_add_explicit(&j->next_part, 1, memory_order_relaxed)) < num;) {
+    if (part < of_keys) decode_part(&s->sides[0], part);
+    else decode_part(&s->sides[1], part - of_keys);
+    atomic_fetch_add_explicit(&j->num_decoded, 1, memory_order_release);
+  }
+  wait_for(&j->num_decoded, num);
+}
+
 enum { NOT_PLANNED, PLANNED, REFUSED };
 
 void run_node(tensor *dst, int ith, int nth, void *userdata) {
@@ -258,8 +324,9 @@ void run_node(tensor *dst, int ith, int nth, void *userdata) {
   state *s = j->of;
   if (ith == 0)
     atomic_store_explicit(&j->is_planned, plan_node(s, dst, j->params, nth) ? PLANNED : REFUSED, memory_order_release);
-  else wait_for(&j->is_planned);
+  else wait_for(&j->is_planned, PLANNED);
   if (s->attention) {
+    decode_sides(s, j);
     const int num = kvedge_rows_attention_num_slices(s->attention);
     int slice = atomic_fetch_add_explicit(&j->next_slice, 1, memory_order_relaxed);
     while (slice < num) { /* a thread knows its next one, which is prefetched */

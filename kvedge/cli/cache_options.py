@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from kvedge.cli import ranks, storage
+from kvedge.cli import engines, ranks, storage
 from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int
 
@@ -30,7 +30,8 @@ def add_options(group: Any) -> None:
         "--context",
         type=positive_int,
         metavar="N",
-        help="tokens the cache holds at most (default: the model's context length)",
+        help="tokens the cache holds at most (default: the model's context length; with llama.cpp, "
+        "which takes memory for all of them at once, 8192 of it)",
     )
     group.add_argument(
         "--on-full",
@@ -63,7 +64,9 @@ def _windows(text: str) -> int | list[int | None] | None:
 
 
 def new_cache(options: argparse.Namespace, model: LlamaModel) -> Any:
-    """Return an empty KVCache as the flags say, or a ShardedKVCache over ``options.group``."""
+    """Return an empty cache as the flags say: of kvedge, over ``options.group``, or llama.cpp's."""
+    if options.engine == engines.LLAMA_CPP:
+        return engines.new_cache(options, model)
     more = storage.cache_options(options)
     if options.context is not None:
         more["max_seq_len"] = options.context

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import cache_options, interrupts, sampling
+from kvedge.cli import cache_options, engines, interrupts, sampling
 from kvedge.cli.conversation import Conversation
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.prompt_line import PromptLine
@@ -103,7 +103,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
             "tolerance": options.tolerance,
         },
     )
-    chat = _Chat(conversation, path, settings, seed, output)
+    chat = _Chat(conversation, path, settings, seed, options, output)
     if options.load_session is not None:
         chat.load(options.load_session)
         cache_options.check_against(options, conversation.cache)
@@ -151,12 +151,14 @@ class _Chat:
         path: str,
         settings: dict[str, Any],
         seed: int,
+        options: argparse.Namespace,
         output: Output,
     ) -> None:
         self.conversation = conversation
         self.path = path
         self.settings = settings
         self.seed = seed
+        self.options = options
         self.output = output
         self._commands: dict[str, Callable[[str], None]] = {
             "/undo": lambda _: self.undo(),
@@ -266,6 +268,7 @@ class _Chat:
                 ("latest question", tokens_and_speed(read, reading or None)),
                 ("latest answer", tokens_and_speed(wrote, writing or None)),
             ]
+        rows += engines.describe(engines.figures(self.options))
         rows.append(("backend", f"{isa['backend']}, {isa['isa']}"))
         self.output.facts("kvedge generate --chat", rows, stream=sys.stderr)
 

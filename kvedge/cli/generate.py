@@ -9,6 +9,7 @@ from kvedge.cli import (
     cache_options,
     chat,
     compare,
+    engines,
     hugging_face,
     prompt,
     ranks,
@@ -17,7 +18,7 @@ from kvedge.cli import (
     storage,
     writer,
 )
-from kvedge.cli.model import add_model_options, load_model
+from kvedge.cli.model import add_model_options
 from kvedge.console.exits import UsageError
 from kvedge.console.output import Output
 from kvedge.console.values import whole_or_all
@@ -25,8 +26,10 @@ from kvedge.console.values import whole_or_all
 NAME = "generate"
 SUMMARY = "write text with a small Llama model on the INT8 cache"
 DESCRIPTION = """\
-Continue a prompt, or chat, with a model in a GGUF file or llama2.c checkpoint, its keys and values
-in kvedge's cache. The text goes to stdout as it is made, a summary to stderr when it is done.
+Continue a prompt, or chat, with a model in a GGUF file or llama2.c checkpoint. A GGUF file runs on
+llama.cpp where llama-cpp-python is installed, with kvedge's attention; else, and with the formats
+of kvedge's cache, on kvedge's own runtime: --engine. The text goes to stdout as it is made, a
+summary to stderr when it is done.
 Without --model, the small story writer that comes with kvedge runs.
 """
 EXAMPLES = """\
@@ -38,6 +41,7 @@ EXAMPLES = """\
   kvedge generate -n -1 --on-full shift  # goes on until Ctrl-C, or the model ends the text
   kvedge generate -f book.txt --prompt-cache p.kv   # the next run reads only what is new
   kvedge generate -n 50 --save-session s.kv && kvedge generate --load-session s.kv
+  kvedge generate -m model.gguf --engine numpy --cache int8   # kvedge's own runtime and cache
   kvedge generate --hf Qwen2.5-0.5B-Instruct -p "Why is the sea salty?"
   torchrun --nproc-per-node 2 -m kvedge generate -m model.gguf -f book.txt   # half the cache each
   kvedge generate --compare              # int8 against float32, token by token
@@ -64,7 +68,7 @@ _OF_COMPARE = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
-    add_model_options(parser)
+    engines.add_option(add_model_options(parser))
     hugging_face.add_options(parser)
     text = parser.add_argument_group("text")
     prompt.add_options(text)
@@ -126,12 +130,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _run(options: argparse.Namespace, output: Output) -> int:
     """Run as one process, or as a rank of ``options.group``."""
-    if options.hf is not None:
+    engines.choose(options)
+    if options.engine == engines.TRANSFORMERS:
         return hugging_face.run(options, output)
     for path in (options.save_session, options.prompt_cache):
         if path is not None:
             resume.check_can_save(path, folder=options.group is not None)
-    path, model = load_model(options, output)
+    path, model = engines.load(options, output)
     limit = model.config.max_seq_len
     if options.context is not None and options.context > limit:
         reason = f": {model.config.context_reason}" if model.config.context_reason else ""

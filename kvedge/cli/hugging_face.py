@@ -109,6 +109,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         "tokens_per_second": stream.speed(),
         **sampling.figures(settings),
         "seed": seed,
+        "engine": options.engine,
         "cache": {
             "dtype": storage.dtype_of(options) or "int8",
             "tokens": cache.get_seq_length(),
@@ -279,6 +280,7 @@ def _print_summary(summary: dict[str, Any], output: Output) -> None:
             "cache",
             f"{cache['dtype']}, {cache['tokens']} tokens in {format_size(cache['used_bytes'])}",
         ),
+        ("engine", summary["engine"]),
         ("threads", str(summary["num_threads"])),
     ]
     if summary["seed"] is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvedge.console.exits import UsageError
 from kvedge.console.output import Output
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["add_model_options", "load_model"]
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--model`` and ``--tokenizer``."""
+def add_model_options(parser: argparse.ArgumentParser) -> Any:
+    """Declare ``--model`` and ``--tokenizer``; return their group."""
     group = parser.add_argument_group("model")
     group.add_argument("-m", "--model", metavar="FILE", help="llama2.c checkpoint or GGUF file")
     group.add_argument(
@@ -24,6 +24,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="llama2.c tokenizer.bin (default: in the GGUF file, or beside the checkpoint)",
     )
+    return group
 
 
 def load_model(options: argparse.Namespace, output: Output) -> tuple[str, LlamaModel]:

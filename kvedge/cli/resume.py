@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvedge.cli import sampling
+from kvedge.cli import engines, sampling
 from kvedge.console.exits import CommandError
 from kvedge.console.packages import is_installed
 from kvedge.errors import InvalidArgumentError, MissingExtraError
@@ -120,9 +120,7 @@ def load(
             "--nproc-per-node N -m kvedge generate', also with N=1"
         )
     else:
-        from kvedge import KVCache
-
-        cache = KVCache.load(path)
+        cache = engines.load_cache(path, model)
     metadata = cache.metadata
     missing = {"model", "model_sha256", "tokens", "ended", "sampling"} - metadata.keys()
     if missing:

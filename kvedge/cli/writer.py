@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import kvedge
-from kvedge.cli import cache_options, interrupts, ranks, resume, sampling
+from kvedge.cli import cache_options, engines, interrupts, ranks, resume, sampling
 from kvedge.cli import prompt as prompts
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.console.exits import OK, UsageError
@@ -309,6 +309,7 @@ class Writer:
             "tokens_per_second": (generation and generation.tokens_per_second) or None,
             **sampling.figures(self.settings),
             "seed": self.seed if self.settings["temperature"] > 0 else None,
+            **engines.figures(self.options),
             "cache": cache_figures(self.cache),
             "backend": isa["backend"],
             "isa": isa["isa"],
@@ -327,6 +328,7 @@ class Writer:
             ("generation", tokens_and_speed(generated, summary["tokens_per_second"])),
             ("stopped because", _STOP_REASONS[summary["stop_reason"]]),
             ("cache", describe_cache(summary["cache"])),
+            *engines.describe(summary),
             ("backend", f"{summary['backend']}, {summary['isa']}"),
             ("threads", str(summary["num_threads"])),
         ]

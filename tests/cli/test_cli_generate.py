@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvedge
-from kvedge.cli import compare, main, resume
+from kvedge.cli import compare, engines, main, resume
 from kvedge.console import exits, output
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 from kvedge.llama import LlamaModel, Sampler
@@ -385,11 +385,22 @@ def test_a_context_beyond_the_models_own_is_refused_with_the_reason(tmp_path, ca
         more={f"rope_factors_{kind}.weight": np.ones(4, np.float32) for kind in ("short", "long")},
         fields={"rope.scaling.original_context_length": 64},
     )
-    error = _fails(capsys, "-m", path, "-c", 65, code=exits.USAGE)
+    error = _fails(capsys, "-m", path, "-c", 65, "--engine", "numpy", code=exits.USAGE)
     assert "made for 64 tokens" in error and "up to 512" in error and "LongRoPE" in error
-    assert len(_generate(capsys, "-m", path, "-c", 64, "-n", 2)["tokens"]) == 2
+    arguments = ("-m", path, "--engine", "numpy", "-c", 64, "-n", 2)
+    assert len(_generate(capsys, *arguments)["tokens"]) == 2
     assert main(["plan", "-m", str(path), "--context", "65"]) == exits.OK
     assert "LongRoPE" in capsys.readouterr().err
+
+
+def test_without_llama_cpp_a_gguf_file_runs_on_numpy(tmp_path, capsys, monkeypatch):
+    gguf_files = pytest.importorskip("gguf_files")
+    path = gguf_files.write_gguf(tmp_path / "m.gguf", LlamaModel.from_file(STORIES_MODEL))
+    monkeypatch.setattr(engines, "is_installed", lambda name: name != "llama_cpp")
+    made = _generate(capsys, "-m", path, "-n", 3)
+    assert made["engine"] == "numpy" and "not installed" in made["engine_reason"]
+    error = _fails(capsys, "-m", path, "--engine", "llama.cpp", code=exits.UNAVAILABLE)
+    assert "pip install llama-cpp-python" in error
 
 
 def test_an_interrupted_text_is_kept_and_goes_on(session, capsys, monkeypatch):

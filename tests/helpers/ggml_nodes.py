@@ -7,6 +7,7 @@ import numpy as np
 
 _lib = api._lib
 F32, F16, BF16 = 0, 1, 30
+QUANTIZED = {"q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20}
 
 
 class _InitParams(c.Structure):
@@ -29,15 +30,28 @@ _attention = _function(
 _add_sinks = _function("ggml_flash_attn_ext_add_sinks", None, c.c_void_p, c.c_void_p)
 _graph = _function("ggml_new_graph", c.c_void_p, c.c_void_p)
 _expand = _function("ggml_build_forward_expand", None, c.c_void_p, c.c_void_p)
+_type_size = _function("ggml_type_size", c.c_size_t, c.c_int)
+_block_elements = _function("ggml_blck_size", c.c_int64, c.c_int)
 _by_type = _function("ggml_backend_init_by_type", c.c_void_p, c.c_int, c.c_char_p)
 _compute = _function("ggml_backend_graph_compute", c.c_int, c.c_void_p, c.c_void_p)
 _free_backend = _function("ggml_backend_free", None, c.c_void_p)
 
 
+class Blocks:
+    """Rows of a quantized type: their bytes, (heads, cells, bytes)."""
+
+    def __init__(self, name, data):
+        self.type, self.data = QUANTIZED[name], data
+        self.nbytes, self.size = data.nbytes, data.size
+        elements = data.shape[-1] // _type_size(self.type) * _block_elements(self.type)
+        self.shape = (*data.shape[:-1], elements)
+
+
 def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.0, threads=2):
     """Return ggml's (rows, heads, dim) of q (heads, rows, dim), k and v (heads, cells, dim).
 
-    Keys and values are float32, float16, or bfloat16 as uint16; the mask is float16 (rows, cells).
+    Keys and values are float32, float16, bfloat16 as uint16, or Blocks; the mask is float16 (rows,
+    cells).
     """
     size = 1 << 20
     size += (
@@ -48,10 +62,13 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
     context = _init(_InitParams(size, None, False))
 
     def tensor(array):
-        kind = {"float32": F32, "float16": F16, "uint16": BF16}[array.dtype.name]
+        if isinstance(array, Blocks):
+            kind, data = array.type, array.data
+        else:
+            kind, data = {"float32": F32, "float16": F16, "uint16": BF16}[array.dtype.name], array
         shape = [*array.shape[::-1], 1, 1, 1][:4]
         made = _tensor(context, kind, *shape)
-        c.memmove(_data(made), np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        c.memmove(_data(made), np.ascontiguousarray(data).ctypes.data, data.nbytes)
         return made
 
     backend = _by_type(0, None)

@@ -1,10 +1,16 @@
 """llama.cpp's own API, as far as the tests need it: a model, contexts of it, logits."""
 
 import ctypes
+import os
 from contextlib import contextmanager
+from pathlib import Path
 
 import llama_cpp.llama_cpp as api
 import numpy as np
+
+ROOT = Path(__file__).parents[2]
+#: A model of a size that people use.
+SMOLLM = Path(os.environ.get("KVEDGE_GGUF", ROOT.parent / "models/SmolLM2-135M-Instruct.Q4_1.gguf"))
 
 
 class Context:
@@ -14,7 +20,10 @@ class Context:
         p = api.llama_context_default_params()
         p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n_ctx, 512, 512, sequences
         p.n_threads = p.n_threads_batch = threads
-        p.flash_attn_type = 1 if flash else 0
+        if any(name == "flash_attn_type" for name, _ in p._fields_):
+            p.flash_attn_type = 1 if flash else 0
+        else:  # until August 2025
+            p.flash_attn = flash
         p.no_perf = True
         for name, value in params.items():
             setattr(p, name, value)

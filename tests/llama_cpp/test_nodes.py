@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp.llama_cpp")
-from helpers.ggml_nodes import attend, expected
+quants = pytest.importorskip("gguf.quants")
+from helpers.ggml_nodes import QUANTIZED, Blocks, attend, expected  # noqa: E402
 
-from kvedge.llama_cpp import disable, enable, report
+from kvedge.llama_cpp import disable, enable, report  # noqa: E402
 
 HIDDEN = -np.inf
 CELLS = 700
@@ -90,20 +91,56 @@ def test_options_of_a_node_are_ggmls(options, heads):
     np.testing.assert_allclose(out, expected(q, k, v, mask, **options), atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
-def test_rows_of_each_type_are_read_in_place(kind):
-    q, k, v = arrays(2, value_dim=96)
-    k, v = k.astype(np.float32), v.astype(np.float32)
-    stored = [k, v]
+def stored_as(kind, array):
+    """A float32 array as a cache of some type has it, and what this says."""
+    if kind == "float32":
+        return array, array
     if kind == "float16":
-        stored = [k.astype(np.float16), v.astype(np.float16)]
-    elif kind == "bfloat16":
-        stored = [(array.view(np.uint32) >> 16).astype(np.uint16) for array in (k, v)]
-        k, v = ((array.astype(np.uint32) << 16).view(np.float32) for array in stored)
+        return array.astype(np.float16), array.astype(np.float16).astype(np.float32)
+    if kind == "bfloat16":
+        halves = (array.view(np.uint32) >> 16).astype(np.uint16)
+        return halves, (halves.astype(np.uint32) << 16).view(np.float32)
+    of = quants.GGMLQuantizationType(QUANTIZED[kind])
+    blocks = quants.quantize(array, of)
+    return Blocks(kind, blocks), quants.dequantize(blocks, of)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("float32", "float32"),
+        ("float16", "float16"),
+        ("bfloat16", "bfloat16"),
+        ("q8_0", "q8_0"),
+        ("q8_0", "float16"),
+        ("float16", "q8_0"),
+        ("q4_0", "q4_0"),
+        ("q4_1", "q8_0"),
+        ("float16", "q5_0"),
+        ("q5_1", "q5_1"),
+    ],
+)
+def test_rows_of_each_type_are_read_in_place_or_decoded(kinds, rows):
+    q, k, v = arrays(rows, value_dim=96)
+    (keys, k), (values, v) = (
+        stored_as(kind, array.astype(np.float32)) for kind, array in zip(kinds, (k, v), strict=True)
+    )
     before = report().taken
-    out = attend(q, *stored)
+    out = attend(q, keys, values, threads=3)
     assert report().taken == before + 1
     np.testing.assert_allclose(out, expected(q, k, v, None), atol=1e-3)
+
+
+def test_rows_to_decode_for_few_query_rows_are_left():
+    q, k, v = arrays(1, heads=4, kv_heads=2)
+    (k, _), (v, _) = (stored_as("q4_0", array.astype(np.float32)) for array in (k, v))
+    before = report()
+    with_kvedge = attend(q, k, v)
+    assert report().taken == before.taken
+    assert sum(report().left.values()) == sum(before.left.values()) + 1
+    disable()
+    assert np.array_equal(with_kvedge, attend(q, k, v))
 
 
 def test_what_kvedge_cannot_do_falls_back_to_ggmls_kernel():
