@@ -18,7 +18,7 @@ from kvedge.console.streams import read_text
 from kvedge.console.values import positive_float, positive_int
 
 if TYPE_CHECKING:
-    from kvedge.evaluation import Estimate, Recall, Result, Subject
+    from kvedge.evaluation import CacheChoice, Estimate, Recall, Result, Subject
 
 NAME = "eval"
 SUMMARY = "what storage formats cost a model on a text: perplexity, KL, recall, bytes"
@@ -89,9 +89,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("caches")
     cache.add_argument(
         "--formats",
+        "--cache",
+        dest="formats",
         nargs="+",
         metavar="FORMAT",
-        help="what to compare with float32 (default: every format, and options of int8)",
+        help="what to compare with float32; what ends with .json is the file of a policy that "
+        "'kvedge tune' wrote (default: every format, and options of int8)",
     )
     cache.add_argument("--threads", type=positive_int, metavar="N", help="threads of attention")
     parser.add_argument(
@@ -128,9 +131,9 @@ def run(options: argparse.Namespace, output: Output) -> int:
     hidden_in = None
     if options.recall is not None:
         longest = max(options.recall or DEFAULT_LENGTHS)
-        _, hidden_in = _tokens(options, tokenizer, longest)
+        _, hidden_in = first_tokens(options.text, tokenizer, longest)
         check_lengths(subject, tokenizer, hidden_in, options.recall or None)
-    text, tokens = _tokens(options, tokenizer, options.tokens)
+    text, tokens = first_tokens(options.text, tokenizer, options.tokens)
     results = evaluate(
         subject,
         tokens,
@@ -186,9 +189,8 @@ def _subject(options: argparse.Namespace, output: Output) -> tuple[str, Subject,
     return path, subject, llama.tokenizer, llama.config.head_dim
 
 
-def _tokens(options: argparse.Namespace, tokenizer: Any, most: int) -> tuple[str, list[int]]:
-    """Return the text's path, and its first tokens, at most so many."""
-    path = options.text
+def first_tokens(path: str | None, tokenizer: Any, most: int) -> tuple[str, list[int]]:
+    """Return the path of a text, the one that comes along for None; and its first tokens."""
     if path is None:
         from kvedge.data import STORIES_TEXT
 
@@ -223,7 +225,7 @@ def _report(
             {
                 "name": result.choice.name,
                 "dtype": result.choice.dtype,
-                "options": {**result.choice.cache_options, **result.choice.attention_options},
+                "options": _options_of(result.choice),
                 "bytes_per_token": result.bytes_per_token,
                 "bits_per_value": result.bits_per_value,
                 "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
@@ -249,6 +251,13 @@ def _report(
             for each in recalls
         ],
     }
+
+
+def _options_of(choice: CacheChoice) -> dict[str, Any]:
+    options = {**choice.cache_options, **choice.attention_options}
+    if "policy" in options:
+        options["policy"] = list(options["policy"].layers)
+    return options
 
 
 def _estimates(result: Result) -> dict[str, float | None]:

@@ -113,14 +113,7 @@ def evaluate(
         If the text is too short, `window` is below 2 or beyond the context, `chunk` below 1, or the
         options of a configuration clash.
     """
-    window = min(subject.context, DEFAULT_WINDOW) if window is None else window
-    if not 2 <= window <= subject.context:
-        raise InvalidArgumentError(f"window must be 2 to {subject.context} tokens, got {window}")
-    if chunk < 1:
-        raise InvalidArgumentError(f"chunk must be 1 token or more, got {chunk}")
-    tokens = np.asarray(tokens)
-    if tokens.size < 2:
-        raise InvalidArgumentError(f"a text of 2 tokens or more is needed, got {tokens.size}")
+    tokens, window = checked_text(subject, tokens, window, chunk)
     compared = [FLOAT32, *(each for each in choices if each != FLOAT32)]
     tallies = [_Tally(each, reader_of(subject, each), window) for each in compared]
     starts = range(0, tokens.size - 1, window)  # a single token at the end predicts nothing
@@ -137,6 +130,21 @@ def evaluate(
         for tally in tallies:
             tally.end_block()
     return [tally.result(tallies[0]) for tally in tallies]
+
+
+def checked_text(
+    subject: Subject, tokens: Sequence[int] | np.ndarray, window: int | None, chunk: int
+) -> tuple[np.ndarray, int]:
+    """Return tokens as an array, and the window; or raise what :func:`evaluate` does of them."""
+    window = min(subject.context, DEFAULT_WINDOW) if window is None else window
+    if not 2 <= window <= subject.context:
+        raise InvalidArgumentError(f"window must be 2 to {subject.context} tokens, got {window}")
+    if chunk < 1:
+        raise InvalidArgumentError(f"chunk must be 1 token or more, got {chunk}")
+    tokens = np.asarray(tokens)
+    if tokens.size < 2:
+        raise InvalidArgumentError(f"a text of 2 tokens or more is needed, got {tokens.size}")
+    return tokens, window
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
