@@ -79,7 +79,8 @@ def copy_of(store: _Store) -> _Store:
     # It may have moved to fewer rows since.
     rows = max(config.capacity, held.num_tokens)
     other = new_store(type(store), replace(config, capacity=rows))
-    parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=False)
+    end = held.num_dropped + held.num_tokens
+    parts = contents_of(held, config, held.num_dropped, end, copy=False)
     fill(other, held.tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns)
     return other
 
@@ -88,5 +89,6 @@ def stored(store: LayerStore) -> Stored:
     """All that a layer holds, copied."""
     held, config = store.held(), store.config  # in this order: as in :func:`copy_of`
     tokens = [np.array(rows) for rows in held.tokens]
-    parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=True)
+    end = held.num_dropped + held.num_tokens
+    parts = contents_of(held, config, held.num_dropped, end, copy=True)
     return config, tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns
