@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What each format costs two real models on two texts: the figures of docs/formats.md and README.md.
+"""What each format costs two real models on two texts: docs/formats.md has the table.
 
-    python bench/real_models.py --models DIR --prose books_val.txt [--tokens 4096] [--rows 'kivi4*' --again]
+    python bench/real_models.py --models DIR --prose books_val.txt [--rows 'kivi4*' --again]
 
-DIR holds the files that `make test-real` fetches. The second text is code: argparse.py of Python's own
-library (PSF licence). Rows that bench/real_models.json has are not measured again without --again; what
-is measured is added to it, a few rows at a time, and the tables are written to bench/real_models.md.
-With llama-cpp-python, which nothing else here needs, llama.cpp's cache types are measured on the same
-tokens, on a copy of the model's file with float32 weights, as kvedge's own runtime has them; against
-llama.cpp's float32 cache, which its attention reads as float16.
+DIR holds the files that `make test-real` fetches. The second text is code: argparse.py of Python's
+own library (PSF licence). Rows that bench/real_models.json has are not measured again without
+--again; what is measured is added to it, a few rows at a time, and the tables are written to
+bench/real_models.md. With llama-cpp-python, which nothing else here needs, llama.cpp's cache types
+are measured on the same tokens, on a copy of the model's file with float32 weights, as kvedge's own
+runtime has them; against llama.cpp's float32 cache, which its attention reads as float16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import numpy as np
 
 import kvedge
-from kvedge.evaluation import FLOAT32, LlamaSubject, evaluate, parse_choices
+from kvedge.evaluation import evaluate, parse_choices
 from kvedge.llama import LlamaModel
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +38,7 @@ WINDOW, CHUNK = 2048, 256
 AT_ONCE = 4  # rows that are measured beside one float32 cache
 
 SCALES = "scale_dtype=float16"
+KEYS = f"key_scale=auto,{SCALES}"
 ROWS = {
     "bfloat16": "bfloat16",
     "auto": "auto",
@@ -48,15 +49,16 @@ ROWS = {
     "int8": "int8",
     "q8_0": "q8_0",
     "fp8_e4m3": "fp8_e4m3",
-    "int8 keys, kivi4 values, recent=96": f"int8:key_scale=auto,value_dtype=kivi4,recent=96,{SCALES}",
-    "int8 keys, int4 values": f"int8:key_scale=auto,value_dtype=int4,{SCALES}",
+    "int8 keys, kivi4 values, recent=96": f"int8:value_dtype=kivi4,recent=96,{KEYS}",
+    "int8 keys, int4 values": f"int8:value_dtype=int4,{KEYS}",
     "kivi8 keys, kivi4 values, recent=96": "kivi8:value_dtype=kivi4,recent=96",
+    "kivi4, recent=96, sinks=4": "kivi4:recent=96,sinks=4",
     "kivi4, recent=96": "kivi4:recent=96",
     "kivi4": "kivi4",
     "kivi4 keys, kivi2 values, recent=96": "kivi4:value_dtype=kivi2,recent=96",
     "kivi2, recent=96": "kivi2:recent=96",
-    "int4, key_scale=auto, recent=96, sinks=4": f"int4:key_scale=auto,recent=96,sinks=4,{SCALES}",
-    "int4, key_scale=auto": f"int4:key_scale=auto,{SCALES}",
+    "int4, key_scale=auto, recent=96, sinks=4": f"int4:recent=96,sinks=4,{KEYS}",
+    "int4, key_scale=auto": f"int4:{KEYS}",
 }
 ROTATED = {"MultiHeadKvCache, 8 bits": 8, "MultiHeadKvCache, 4 bits": 4}
 LLAMA_CPP = ("q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl")
@@ -249,10 +251,11 @@ def page(saved: dict) -> str:
     """What bench/real_models.md holds."""
     return (
         "# Formats on real models\n\nKL to a float32 cache in nats per token (and nats lost), "
-        f"windows of {saved['window']:,} tokens, "
-        f"{saved['chunk']} read at a time. Written by `python bench/real_models.py`, from "
-        "[real_models.json](real_models.json), which also has standard errors, 99th percentiles, tokens changed "
-        f"where float32 was sure, and KL by position.\n\n{tables(saved)}"
+        f"windows of {saved['window']:,} tokens, {saved['chunk']} read at a time; prose is "
+        "books_val.txt, code argparse.py. Written by `python bench/real_models.py` from "
+        "[real_models.json](real_models.json), which also has standard errors, 99th percentiles, "
+        "tokens changed where float32 was sure, and KL by position."
+        f"\n\n{tables(saved)}"
     )
 
 

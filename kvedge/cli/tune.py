@@ -34,7 +34,8 @@ EXAMPLES = """\
 """
 
 _DEFAULT_TOKENS = 1024
-_DEFAULT_RECENT = 96  # that of kvedge.evaluation.tuning, which is not imported for --help
+# Those of kvedge.evaluation.tuning, which is not imported for --help.
+_DEFAULT_RECENT, _DEFAULT_SINKS = 96, 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +91,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="last tokens that layers of few bits read in float16 (default: %(default)s)",
     )
+    cache.add_argument(
+        "--sinks",
+        type=non_negative_int,
+        default=_DEFAULT_SINKS,
+        metavar="N",
+        help="first tokens that they read in float16, where they see no window (default: "
+        "%(default)s)",
+    )
     cache.add_argument("--threads", type=positive_int, metavar="N", help="threads of attention")
     parser.add_argument("-o", "--output", metavar="FILE", help="the policy: a name with .json")
 
@@ -109,6 +118,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         bits=options.bits,
         max_kl=options.max_kl,
         recent=options.recent,
+        sinks=options.sinks,
         context=options.context,
         window=options.window,
         chunk=options.chunk or DEFAULT_CHUNK,

@@ -33,15 +33,19 @@ from .choice import FLOAT32, CacheChoice
 from .measure import DEFAULT_CHUNK, Result, checked_text, evaluate
 from .subject import LlamaSubject
 
-__all__ = ["KEY_FORMATS", "RECENT", "VALUE_FORMATS", "Tuned", "tune"]
+__all__ = ["KEY_FORMATS", "RECENT", "SINKS", "VALUE_FORMATS", "Learned", "Tuned", "learn", "tune"]
 
 KEY_FORMATS: tuple[str, ...] = ("kivi2", "int4", "kivi4", "int8", "kivi8")
 VALUE_FORMATS: tuple[str, ...] = ("kivi2", "int4", "kivi4", "int8", "kivi8")
 PROBE = "kivi4"
-RECENT = 96  # tokens that layers with a format of few bits read in float16
-_FEW_BITS = 4
+# What layers of few bits read in float16 besides: last tokens, and first ones, which real models
+# attend to from everywhere, where the layer sees no window.
+RECENT, SINKS = 96, 4
+_FEW_BITS = ("kivi2", "int4", "kivi4")
 _AT_ONCE = 6  # policies read beside one float32 cache
 _MOST_TRIES = 4  # until the measured KL is what is wanted
+
+_Track = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Tuned:
     policy: LayerPolicy
     expected_kl: float  # sum over the layers
     result: Result  # measured on the text
-    uniform: str  # the best single format of no more bytes, by name
+    uniform: str  # the best single format within the bits, or no larger than the policy, by name
     uniform_result: Result
     bits_per_value: float  # for the context asked for
     uniform_bits: float
@@ -74,11 +78,7 @@ def tune(
     *,
     bits: float | None = None,
     max_kl: float | None = None,
-    recent: int = RECENT,
-    context: int | None = None,
-    window: int | None = None,
-    chunk: int = DEFAULT_CHUNK,
-    track: Callable[[Sequence[Any], str], Iterable[Any]] = lambda items, text: items,
+    **options: Any,
 ) -> Tuned:
     """Find how to store each layer of a model.
 
@@ -88,20 +88,10 @@ def tune(
         The model.
     tokens : sequence of int
         The text, two tokens or more.
-    bits : float, optional
-        Bits per value at most, scales included: the policy is the one of the least KL.
-    max_kl : float, optional
-        KL to a float32 cache at most, nats per token, on this text: the policy is the one of the
-        fewest bytes. One of the two is needed; with both, both hold.
-    recent : int
-        Last tokens that layers with a format of few bits read in float16 besides.
-    context : int, optional
-        Tokens that bytes are counted for, which matters where layers see a window; `window` unless
-        given.
-    window, chunk : int, optional
-        As of :func:`kvedge.evaluation.evaluate`.
-    track : callable, optional
-        Called with what is read and a word for it, returns it one by one: a progress bar.
+    bits, max_kl : float, optional
+        The budget, as of :meth:`Learned.choose`.
+    **options
+        As of :func:`learn`.
 
     Returns
     -------
@@ -110,18 +100,59 @@ def tune(
     Raises
     ------
     InvalidArgumentError
-        A budget that cannot be kept, or none; what :func:`kvedge.evaluation.evaluate` refuses.
+        As of :func:`learn` and :meth:`Learned.choose`; before anything is read where it is known.
     """
-    if bits is None and max_kl is None:
-        raise InvalidArgumentError("a budget is needed: bits, max_kl or both")
+    learned = learn(subject, tokens, only_if=lambda least: _check(least, bits, max_kl), **options)
+    return learned.choose(bits=bits, max_kl=max_kl)
+
+
+def learn(
+    subject: LlamaSubject,
+    tokens: Sequence[int] | np.ndarray,
+    *,
+    recent: int = RECENT,
+    sinks: int = SINKS,
+    context: int | None = None,
+    window: int | None = None,
+    chunk: int = DEFAULT_CHUNK,
+    track: _Track = lambda items, text: items,
+    only_if: Callable[[float], object] = lambda least: None,
+) -> Learned:
+    """Learn how much each layer's keys and values lose in each format.
+
+    Parameters
+    ----------
+    subject : LlamaSubject
+        The model.
+    tokens : sequence of int
+        The text, two tokens or more.
+    recent, sinks : int
+        Last and first tokens that layers with a format of few bits read in float16 besides.
+    context : int, optional
+        Tokens that bytes are counted for, which matters where layers see a window; `window` unless
+        given.
+    window, chunk : int, optional
+        As of :func:`kvedge.evaluation.evaluate`.
+    track : callable, optional
+        Called with what is read and a word for it, returns it one by one: a progress bar.
+    only_if : callable, optional
+        Called with the least bits per value there are, before anything is read.
+
+    Returns
+    -------
+    Learned
+
+    Raises
+    ------
+    InvalidArgumentError
+        What :func:`kvedge.evaluation.evaluate` refuses.
+    """
     tokens, window = checked_text(subject, tokens, window, chunk)
     context = window if context is None else context
     layers = [store.config for store in state_of(subject.model.new_cache("float32")).stores]
     held = [min(context, 2 * one.window) if one.window else context for one in layers]
-    maker = _Maker(layers, held, recent)
-    least = maker.bits([(KEY_FORMATS[0], VALUE_FORMATS[0])] * len(layers))
-    if bits is not None and bits < least:
-        raise InvalidArgumentError(f"bits must be {least:.2f} or more for this model, not {bits:g}")
+    maker = _Maker(layers, held, recent, sinks)
+    only_if(maker.least_bits)
 
     def measured(policies: Sequence[LayerPolicy], text: str) -> list[Result]:
         choices = [
@@ -144,33 +175,79 @@ def tune(
             sizes = tuple(maker.side_bytes(at, name, bool(values)) for name in formats)
             kl = tuple(price * moves[at, values, : len(formats)])
             sides.append(_Side(at, bool(values), formats, sizes, kl))
-    budget = None if bits is None else maker.budget(bits)
-    target = max_kl
-    for _ in range(_MOST_TRIES):
-        chosen, expected = _allocate(sides, budget, target)
-        pairs = _pairs(chosen, len(layers))
-        uniform = _best_uniform(sides, maker, len(layers), maker.bits(pairs))
-        policies = [maker.policy(pairs), maker.policy([uniform] * len(layers))]
-        result, other = measured(policies, "the policy")
-        if max_kl is None or target is None or result.kl.mean <= max_kl:
-            break
-        target *= 0.9 * max_kl / result.kl.mean
-    else:
-        raise InvalidArgumentError(
-            f"max_kl: a KL of {result.kl.mean:.1e} was reached, {max_kl:.1e} was not; allow more"
+    return Learned(maker, sides, measured)
+
+
+class Learned:
+    """What :func:`learn` has learned of a model."""
+
+    def __init__(
+        self,
+        maker: _Maker,
+        sides: list[_Side],
+        measured: Callable[[Sequence[LayerPolicy], str], list[Result]],
+    ) -> None:
+        self._maker = maker
+        self._sides = sides
+        self._measured = measured
+
+    def choose(self, *, bits: float | None = None, max_kl: float | None = None) -> Tuned:
+        """Choose formats for a budget, and measure them on the text.
+
+        Parameters
+        ----------
+        bits : float, optional
+            Bits per value at most, scales included: the policy is the one of the least KL.
+        max_kl : float, optional
+            KL to a float32 cache at most, nats per token, on this text: the policy is the one of
+            the fewest bytes. One of the two is needed; with both, both hold.
+
+        Returns
+        -------
+        Tuned
+
+        Raises
+        ------
+        InvalidArgumentError
+            A budget that cannot be kept, or none.
+        """
+        maker, sides = self._maker, self._sides
+        _check(maker.least_bits, bits, max_kl)
+        budget = None if bits is None else maker.budget(bits)
+        target = max_kl
+        for _ in range(_MOST_TRIES):
+            chosen, expected = _allocate(sides, budget, target)
+            pairs = _pairs(chosen, len(maker.layers))
+            most = maker.bits(pairs) if bits is None else bits
+            uniform = [_best_uniform(sides, maker, most)] * len(maker.layers)
+            policy, other_policy = maker.policy(pairs), maker.policy(uniform)
+            result, other = self._measured([policy, other_policy], "the policy")
+            if target is None or max_kl is None or result.kl.mean <= max_kl:
+                break
+            target *= 0.9 * max_kl / result.kl.mean
+        else:
+            raise InvalidArgumentError(
+                f"max_kl: {result.kl.mean:.1e} was reached, {max_kl:.1e} was not: allow more"
+            )
+        if other.kl.mean < result.kl.mean:
+            policy, pairs, result = other_policy, uniform, other
+            expected = sum(_kl_of(sides, uniform[0]))
+        return Tuned(
+            policy=policy,
+            expected_kl=expected,
+            result=result,
+            uniform=_pair_name(uniform[0]),
+            uniform_result=other,
+            bits_per_value=maker.bits(pairs),
+            uniform_bits=maker.bits(uniform),
         )
-    if other.kl.mean < result.kl.mean and maker.bits([uniform] * len(layers)) <= maker.bits(pairs):
-        pairs, result, policies[0] = [uniform] * len(layers), other, policies[1]
-        expected = sum(_kl_of(sides, uniform))
-    return Tuned(
-        policy=policies[0],
-        expected_kl=expected,
-        result=result,
-        uniform=_pair_name(uniform),
-        uniform_result=other,
-        bits_per_value=maker.bits(pairs),
-        uniform_bits=maker.bits([uniform] * len(layers)),
-    )
+
+
+def _check(least: float, bits: float | None, max_kl: float | None) -> None:
+    if bits is None and max_kl is None:
+        raise InvalidArgumentError("a budget is needed: bits, max_kl or both")
+    if bits is not None and not bits >= least:
+        raise InvalidArgumentError(f"bits must be {least:.2f} or more for this model, not {bits:g}")
 
 
 _SIDES: tuple[tuple[int, tuple[str, ...]], ...] = ((0, KEY_FORMATS), (1, VALUE_FORMATS))
@@ -180,24 +257,28 @@ _Pair = tuple[str, str]  # how keys and values are stored
 class _Maker:
     """Makes policies for a model's layers, and counts their bytes."""
 
-    def __init__(self, layers: Sequence[LayerConfig], held: Sequence[int], recent: int) -> None:
+    def __init__(
+        self, layers: Sequence[LayerConfig], held: Sequence[int], recent: int, sinks: int
+    ) -> None:
         self.layers = layers
         self.held = held  # tokens of each layer
         self.recent = recent
+        self.sinks = sinks
 
-    def layer(self, keys: str, values: str) -> dict[str, Any]:
+    def layer(self, at: int, keys: str, values: str) -> dict[str, Any]:
         """Options of a layer."""
         made: dict[str, Any] = {"dtype": keys}
         if values != keys:
             made["value_dtype"] = values
         if any(format_of(one).has_scales for one in (keys, values)):
             made["scale_dtype"] = "float16"
-        if self.recent and any(one[-1:] in "24" for one in (keys, values)):
-            made["recent"] = self.recent
+        if keys in _FEW_BITS or values in _FEW_BITS:
+            made |= {"recent": self.recent} if self.recent else {}
+            made |= {"sinks": self.sinks} if self.sinks and not self.layers[at].window else {}
         return made
 
     def policy(self, pairs: Sequence[_Pair]) -> LayerPolicy:
-        return LayerPolicy([self.layer(*pair) for pair in pairs])
+        return LayerPolicy([self.layer(at, *pair) for at, pair in enumerate(pairs)])
 
     def only(self, layer: int, name: str) -> LayerPolicy:
         """One layer in a format, the others in float32."""
@@ -207,7 +288,7 @@ class _Maker:
 
     def _token_bytes(self, at: int, keys: str, values: str) -> int:
         one = self.layers[at]
-        options = self.layer(keys, values)
+        options = self.layer(at, keys, values)
         sizes = (one.num_kv_heads, one.head_dim)
         config = layer_config(options.pop("dtype"), None, *sizes, **options)
         return token_bytes(config.plain)
@@ -227,6 +308,16 @@ class _Maker:
     def budget(self, bits: float) -> float:
         """Bytes for so many bits per value."""
         return bits / 8 * self._values
+
+    @property
+    def least_bits(self) -> float:
+        """Bits per value where every side takes its smallest format."""
+        total = sum(
+            min(self.side_bytes(at, name, bool(values)) for name in formats)
+            for at in range(len(self.layers))
+            for values, formats in _SIDES
+        )
+        return 8 * total / self._values
 
     @property
     def _values(self) -> int:
@@ -295,7 +386,7 @@ def _moves(
     maker: _Maker,
     window: int,
     chunk: int,
-    track: Callable[[Sequence[Any], str], Iterable[Any]],
+    track: _Track,
 ) -> np.ndarray:
     """Sums of squares of what attention's results move by: (layers, keys or values, formats)."""
     reader: Any = subject.reader(FLOAT32)
@@ -369,10 +460,10 @@ def _kl_of(sides: Sequence[_Side], pair: _Pair) -> Iterable[float]:
     return (side.kl[side.formats.index(pair[side.of_values])] for side in sides)
 
 
-def _best_uniform(sides: Sequence[_Side], maker: _Maker, num_layers: int, bits: float) -> _Pair:
+def _best_uniform(sides: Sequence[_Side], maker: _Maker, bits: float) -> _Pair:
     """The pair of formats for all layers of the least KL expected, of no more bits."""
     pairs = [(keys, values) for keys in KEY_FORMATS for values in VALUE_FORMATS]
-    fitting = [pair for pair in pairs if maker.bits([pair] * num_layers) <= bits + 1e-9]
+    fitting = [pair for pair in pairs if maker.bits([pair] * len(maker.layers)) <= bits + 1e-9]
     return min(fitting, key=lambda pair: sum(_kl_of(sides, pair)))
 
 
