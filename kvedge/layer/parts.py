@@ -129,7 +129,7 @@ class LayerParts:
         return self._empty(self._whole.config.sinks, position)
 
     def _last(self, position: int, n: int = 0) -> Part:
-        """Room for the last tokens, `n` of which are appended at once."""
+        """Room for the last tokens, and for `n` that are appended at once."""
         return self._empty(last_rows(self._whole.config, n), position)
 
     def _runs(self, position: int, tokens: int) -> Part | None:
@@ -494,6 +494,21 @@ class LayerParts:
         self.now = Parts(
             _filled(self._first(start), first), _filled(self._last(end - tokens), last), runs
         )
+
+    def last_contents(self) -> PartContents:
+        """The last tokens, copied, for :meth:`return_to_last`."""
+        last = self.now.last
+        tokens = (np.array(each) for each in last.store.held().tokens)
+        return PartContents(memory.Slabs(*tokens), last.store.key_map)
+
+    def return_to_last(self, contents: PartContents, end: int) -> None:
+        """Hold last tokens again that a layer had at a position, to which it has gone back."""
+        first, last, runs = self.now
+        last = _filled(self._last(end - len(contents.arrays.key_codes)), contents)
+        if runs is not None:
+            length = max(runs_end(end, last.position) - runs.position, 0)
+            runs.store.set_len(min(length, runs.store.written()))
+        self.now = Parts(first, last, runs)
 
     def joined(self, contents: Sequence[PartContents], end: int, n: int) -> PartsState:
         """What :meth:`return_to` needs once `n` tokens come behind position `end`.
