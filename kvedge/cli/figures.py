@@ -7,7 +7,14 @@ from typing import Any
 from kvedge.console.sizes import format_size
 from kvedge.core.formats import format_of
 
-__all__ = ["cache_figures", "describe_cache", "tokens_and_speed"]
+__all__ = ["cache_figures", "describe_cache", "stored_as", "tokens_and_speed"]
+
+
+def stored_as(cache: Any, name: str) -> Any:
+    """A fact of how a cache is stored: of all layers, or in words where they differ."""
+    held = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
+    found = dict.fromkeys(getattr(held.layer(i), name) for i in range(held.num_layers))
+    return next(iter(found)) if len(found) == 1 else ", ".join(map(str, found))
 
 
 def cache_figures(cache: Any) -> dict[str, Any]:
@@ -15,13 +22,15 @@ def cache_figures(cache: Any) -> dict[str, Any]:
 
     Of a ShardedKVCache: what all ranks take, how many they are, and what this one takes.
     """
-    scaled = any(format_of(name).has_scales for name in (cache.dtype, cache.value_dtype))
+    held = getattr(cache, "part", cache)
+    layers = [held.layer(i) for i in range(held.num_layers)]
+    scaled = any(format_of(one).has_scales for c in layers for one in (c.dtype, c.value_dtype))
     fp32 = len(cache) * (cache.fp32_memory_bytes // cache.capacity)
     ranks = getattr(cache, "num_ranks", None)  # of a ShardedKVCache
     used = cache.used_bytes if ranks is None else cache.total_bytes
     figures = {
-        "dtype": cache.dtype,
-        "group_size": cache.group_size if scaled else None,
+        "dtype": stored_as(cache, "dtype"),
+        "group_size": stored_as(cache, "group_size") if scaled else None,
         "tokens": len(cache),
         "used_bytes": used,
         "fp32_bytes": fp32,
@@ -36,7 +45,7 @@ def describe_cache(figures: dict[str, Any]) -> str:
     text = f"{figures['dtype']}, {figures['tokens']} tokens in {format_size(figures['used_bytes'])}"
     if "ranks" in figures:
         text += f" over {figures['ranks']} ranks, {format_size(figures['part_bytes'])} here"
-    if format_of(figures["dtype"]).is_float32 or not figures["ratio"]:
+    if figures["dtype"] == "float32" or not figures["ratio"]:
         return text
     return f"{text}; float32: {format_size(figures['fp32_bytes'])}, {figures['ratio']:.2f}x"
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvedge.console.exits import UsageError
+from kvedge.console.exits import UsageError, message_of
 from kvedge.console.values import positive_int
 from kvedge.core.formats import DTYPES, FORMATS, SCALE_TYPES, format_of
 from kvedge.core.options import as_tolerance
 from kvedge.core.recommended import AUTO, RECOMMENDED
 from kvedge.core.storage import NAMES, PART_OPTIONS
 from kvedge.core.types import Dtype
+from kvedge.errors import KvedgeError
+from kvedge.layer_policy import LayerPolicy
 
 __all__ = ["add_options", "cache_options", "dtype_of"]
 
@@ -20,9 +22,10 @@ def add_options(group: Any) -> None:
     """Declare the flags, in a group of a parser."""
     group.add_argument(
         "--cache",
-        choices=(AUTO, *DTYPES),
+        type=_format_or_policy,
         metavar="FORMAT",
-        help=f"how keys and values are stored: {AUTO}, {', '.join(DTYPES)}; {AUTO} is int8 with "
+        help=f"how keys and values are stored: {AUTO}, {', '.join(DTYPES)}, or the .json file of a "
+        f"policy that 'kvedge tune' wrote; {AUTO} is int8 with "
         "--key-scale auto (default: int8)",
     )
     for rows in ("key", "value"):
@@ -86,6 +89,21 @@ def add_options(group: Any) -> None:
     )
 
 
+def _format_or_policy(text: str) -> str | LayerPolicy:
+    """A format's name, or the policy in a file."""
+    if not text.endswith(".json"):
+        if text not in (AUTO, *DTYPES):
+            wanted = ", ".join((AUTO, *DTYPES))
+            raise argparse.ArgumentTypeError(
+                f"no format {text!r}, only {wanted}, or a policy's file, whose name ends with .json"
+            )
+        return text
+    try:
+        return LayerPolicy.load(text)
+    except (OSError, KvedgeError) as error:
+        raise argparse.ArgumentTypeError(message_of(error)) from None
+
+
 def _precision_bits(text: str) -> int | str:
     return int(text) if text.isdecimal() else text  # argparse compares it with the choices
 
@@ -98,22 +116,30 @@ def _tolerance(text: str) -> float:
 
 
 def dtype_of(options: argparse.Namespace) -> Dtype | None:
-    """The format that the flags name; None: none."""
+    """The format that the flags name, of a policy its first layer's; None: none."""
+    if isinstance(options.cache, LayerPolicy):
+        first: Dtype = options.cache.layers[0]["dtype"]
+        return first
     name: Dtype | None = RECOMMENDED["dtype"] if options.cache == AUTO else options.cache
     return name
 
 
 def cache_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of a cache that the flags name, ``dtype`` aside.
+    """Arguments of a cache that the flags name, ``dtype`` aside; of a policy, ``policy`` alone.
 
     Raises
     ------
     UsageError
-        A flag of formats with scales, and a format without.
+        A flag of formats with scales, and a format without; or a flag beside a policy.
     """
     dtype = dtype_of(options) or "int8"
     given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
     given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(options.cache, LayerPolicy):
+        for name in given:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} does not go with a policy, which says how layers are stored")
+        return {"policy": options.cache}
     if options.cache == AUTO:
         given.setdefault("key_scale", RECOMMENDED["key_scale"])
     keys, values = options.key_dtype or dtype, options.value_dtype or dtype

@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO, TypeVar
 
@@ -157,14 +158,28 @@ class Output:
         with _console(sys.stderr).status(rich.text.Text(text)):
             yield
 
-    def track(self, items: Sequence[_Item], text: str) -> Iterable[_Item]:
-        """Iterate over ``items`` with a progress bar on stderr; without one where nobody looks."""
+    def track(
+        self, items: Sequence[_Item], text: str, *, tell_time: bool = False
+    ) -> Iterable[_Item]:
+        """Iterate over ``items`` with a progress bar on stderr; without one where nobody looks.
+
+        There a note after the first of them says how long the others may take, with `tell_time`.
+        """
         if rich is None or not _console(sys.stderr).is_terminal:
-            return items
+            return self._timed(items, text) if tell_time else items
         self._hid_cursor = True
         bar = iter(rich.progress.track(items, text, console=_console(sys.stderr), transient=True))
         self._bars.append(bar)
         return bar
+
+    def _timed(self, items: Sequence[_Item], text: str) -> Iterator[_Item]:
+        started = time.perf_counter()
+        for index, item in enumerate(items):
+            if index == 1:
+                seconds = (time.perf_counter() - started) * (len(items) - 1)
+                length = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+                self.note(f"{text}: 1 of {len(items)} done, about {length} to go")
+            yield item
 
 
 def _column_widths(

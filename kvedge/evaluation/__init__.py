@@ -1,7 +1,8 @@
 """What a storage format costs a model: perplexity and KL to a float32 cache, on a text.
 
 :mod:`.choice` names a configuration of the cache, :mod:`.subject` is the model that reads the text,
-:mod:`.measure` compares what it predicts on each cache, :mod:`.plot` draws that.
+:mod:`.measure` compares what it predicts on each cache, :mod:`.recall` what it recalls of a text,
+:mod:`.plot` draws.
 
 >>> from kvedge.data import STORIES_MODEL
 >>> from kvedge.evaluation import LlamaSubject, evaluate, parse_choices
@@ -14,7 +15,8 @@ True
 """
 
 from .choice import FLOAT32, CacheChoice, default_choices, parse_choices
-from .measure import Estimate, Result, evaluate
+from .measure import Estimate, Positions, Result, evaluate
+from .recall import Recall, recall
 from .subject import LlamaSubject, Reader, Subject
 
 __all__ = [
@@ -22,10 +24,13 @@ __all__ = [
     "CacheChoice",
     "Estimate",
     "LlamaSubject",
+    "Positions",
     "Reader",
+    "Recall",
     "Result",
     "Subject",
     "default_choices",
     "evaluate",
     "parse_choices",
+    "recall",
 ]

@@ -1,4 +1,4 @@
-"""A configuration of the cache by name: ``int8``, ``int8:group_size=32,key_offset=auto``."""
+"""A configuration of the cache by name: ``int8:group_size=32,key_offset=auto``, ``policy.json``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..core.formats import DTYPES, FORMATS
 from ..core.recommended import AUTO, RECOMMENDED
 from ..core.types import Dtype
 from ..errors import InvalidArgumentError
+from ..layer_policy import LayerPolicy
 
 __all__ = ["FLOAT32", "CacheChoice", "default_choices", "parse_choices"]
 
@@ -42,8 +43,9 @@ class CacheChoice:
     """A storage format and its options; made by :func:`parse_choices`."""
 
     name: str  # as it was given
-    dtype: Dtype
-    cache_options: dict[str, Any] = field(default_factory=dict)  # further arguments of KVCache
+    dtype: Dtype  # of a policy its first layer's
+    # further arguments of KVCache, or a LayerPolicy as "policy"
+    cache_options: dict[str, Any] = field(default_factory=dict)
     attention_options: dict[str, Any] = field(default_factory=dict)  # arguments of attend()
 
 
@@ -60,7 +62,9 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
         recommended, then perhaps a colon and options:
         ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=`` and without
         ``:`` is a further option of the format before it. Options are arguments of
-        :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``.
+        :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``. Or the
+        file of a :class:`kvedge.LayerPolicy`, whose name ends with ``.json``; of options it takes
+        those of ``attend``.
 
     Returns
     -------
@@ -71,6 +75,8 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
     InvalidArgumentError
         For a format or an option that does not exist. Whether a value suits its option, the cache
         decides.
+    CorruptFileError, OSError
+        A policy's file cannot be read.
     """
     found: dict[str, CacheChoice] = {}
     for text in texts:
@@ -99,13 +105,17 @@ def _names(text: str) -> Sequence[str]:
 def _parse(name: str) -> CacheChoice:
     dtype, _, rest = name.partition(":")
     options: dict[str, Any] = {}
+    if dtype.endswith(".json"):
+        policy = LayerPolicy.load(dtype)
+        options = {"policy": policy}
+        dtype = policy.layers[0]["dtype"]
     if dtype == AUTO:
         options = dict(RECOMMENDED)
         dtype = options.pop("dtype")
     if dtype not in DTYPES:
         wanted = ", ".join((AUTO, *DTYPES))
         raise InvalidArgumentError(f"{name!r}: no format {dtype!r}, only {wanted}")
-    known = _cache_options()
+    known = [] if "policy" in options else _cache_options()
     choice = CacheChoice(name, cast(Dtype, dtype), options)
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")

@@ -47,7 +47,7 @@ class _Reader:
         self._model = subject.model
         self._dtype = choice.dtype
         self._options = {
-            "key_scale": None,
+            **({} if "policy" in choice.cache_options else {"key_scale": None}),
             "num_threads": subject.num_threads,
             **choice.cache_options,
             **choice.attention_options,

@@ -1,8 +1,9 @@
 """Compares what a model predicts on caches of several formats with a float32 cache's predictions.
 
 All caches read the same text in step, a chunk of tokens at a time, so that no more than a chunk of
-logits is held. The text is cut into blocks, each read from its own beginning. Standard errors are
-those between blocks: tokens of one block are not independent of each other.
+logits is held, few rows of them in float64. The text is cut into blocks, each read from its own
+beginning. Standard errors are those between blocks: tokens of one block are not independent of each
+other.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import numpy as np
 
 from ..errors import InvalidArgumentError
 from .choice import FLOAT32, CacheChoice
-from .subject import Reader, Subject
+from .subject import Reader, Subject, reader_of
 
-__all__ = ["DEFAULT_CHUNK", "DEFAULT_WINDOW", "Estimate", "Result", "evaluate"]
+__all__ = ["DEFAULT_CHUNK", "DEFAULT_WINDOW", "Estimate", "Positions", "Result", "evaluate"]
 
 DEFAULT_WINDOW = 512  # tokens; more blocks of a text give better standard errors than longer ones
 DEFAULT_CHUNK = 32  # tokens that enter the caches at once
+SURE = 1.0  # nats by which float32's best token leads the next one, where it is sure
+_PARTS = 4  # of a window, for what is told by position
+_ELEMENTS = 1 << 20  # logits that are float64 at once: 8 MB an array
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,16 @@ class Estimate:
 
     mean: float
     standard_error: float | None  # None: a single block
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Means over the tokens of a part of the windows."""
+
+    first: int  # positions in the window, from 1, both inclusive
+    last: int
+    loss: float
+    kl: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,15 @@ class Result:
     kl: Estimate  # KL(float32 || this) in nats
     agreement: Estimate  # share of tokens where both have the same best token
     largest_logit_difference: float
+    kl_99: float = 0.0  # 99th percentile of the tokens' KL
+    sure_tokens: int = 0  # of which float32 is sure: its best token leads by more than SURE
+    sure_changed: int = 0  # of these, where this has another best token
+    positions: tuple[Positions, ...] = ()  # quarters of the window, as far as there is text
+
+    @property
+    def sure_changed_share(self) -> float | None:
+        """Share of the tokens that float32 is sure of that this changed; None: there are none."""
+        return self.sure_changed / self.sure_tokens if self.sure_tokens else None
 
     @property
     def perplexity(self) -> float:
@@ -90,6 +113,29 @@ def evaluate(
         If the text is too short, `window` is below 2 or beyond the context, `chunk` below 1, or the
         options of a configuration clash.
     """
+    tokens, window = checked_text(subject, tokens, window, chunk)
+    compared = [FLOAT32, *(each for each in choices if each != FLOAT32)]
+    tallies = [_Tally(each, reader_of(subject, each), window) for each in compared]
+    starts = range(0, tokens.size - 1, window)  # a single token at the end predicts nothing
+    for block in track([tokens[start : start + window] for start in starts]):
+        for tally in tallies:
+            tally.begin_block()
+        for at in range(0, block.size - 1, chunk):
+            targets = block[at + 1 : at + 1 + chunk]  # (n,)
+            part = block[at : at + targets.size]
+            exact = tallies[0].reader.read(part)  # (n, vocab_size)
+            tallies[0].add(at, exact, exact, targets)
+            for tally in tallies[1:]:
+                tally.add(at, exact, tally.reader.read(part), targets)
+        for tally in tallies:
+            tally.end_block()
+    return [tally.result(tallies[0]) for tally in tallies]
+
+
+def checked_text(
+    subject: Subject, tokens: Sequence[int] | np.ndarray, window: int | None, chunk: int
+) -> tuple[np.ndarray, int]:
+    """Return tokens as an array, and the window; or raise what :func:`evaluate` does of them."""
     window = min(subject.context, DEFAULT_WINDOW) if window is None else window
     if not 2 <= window <= subject.context:
         raise InvalidArgumentError(f"window must be 2 to {subject.context} tokens, got {window}")
@@ -98,50 +144,26 @@ def evaluate(
     tokens = np.asarray(tokens)
     if tokens.size < 2:
         raise InvalidArgumentError(f"a text of 2 tokens or more is needed, got {tokens.size}")
-    compared = [FLOAT32, *(each for each in choices if each != FLOAT32)]
-    tallies = [_Tally(each, _reader(subject, each)) for each in compared]
-    starts = range(0, tokens.size - 1, window)  # a single token at the end predicts nothing
-    for block in track([tokens[start : start + window] for start in starts]):
-        for tally in tallies:
-            tally.begin_block()
-        for at in range(0, block.size - 1, chunk):
-            targets = block[at + 1 : at + 1 + chunk]  # (n,)
-            part = block[at : at + targets.size]
-            exact = _Prediction(tallies[0].reader.read(part), targets)
-            tallies[0].add(exact, exact)
-            for tally in tallies[1:]:
-                tally.add(exact, _Prediction(tally.reader.read(part), targets))
-        for tally in tallies:
-            tally.end_block()
-    return [tally.result(tallies[0]) for tally in tallies]
+    return tokens, window
 
 
-def _reader(subject: Subject, choice: CacheChoice) -> Reader:
-    try:
-        return subject.reader(choice)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{choice.name}: {error}") from error
-
-
-class _Prediction:
-    """Logits of n tokens (n, vocab_size), and what they say of the tokens that came (n,)."""
-
-    def __init__(self, logits: np.ndarray, targets: np.ndarray) -> None:
-        self.logits = logits.astype(np.float64)
-        shifted = self.logits - self.logits.max(axis=-1, keepdims=True)
-        normalizer = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-        self.log_p = shifted - normalizer  # (n, vocab_size)
-        self.nats = -self.log_p[np.arange(targets.size), targets]  # (n,)
-        self.best = self.log_p.argmax(axis=-1)  # (n,)
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Natural logarithms of the softmax of float64 logits (n, vocab_size)."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
 
 
 class _Tally:
     """Sums over the tokens of each block, for one configuration."""
 
-    def __init__(self, choice: CacheChoice, reader: Reader) -> None:
+    def __init__(self, choice: CacheChoice, reader: Reader, window: int) -> None:
         self.choice = choice
         self.reader = reader
+        self.window = window
         self.blocks: list[np.ndarray] = []  # (5,) each: tokens, nats, loss, KL, agreements
+        self.parts = np.zeros((_PARTS, 3))  # of the window: tokens, loss, KL
+        self.kl: list[np.ndarray] = []  # of each token, float32
+        self.sure = self.sure_changed = 0
         self.bytes = 0  # of the cache at the end of each block
         self.largest_logit_difference = 0.0
 
@@ -149,13 +171,33 @@ class _Tally:
         self.reader.clear()
         self.blocks.append(np.zeros(5))
 
-    def add(self, exact: _Prediction, found: _Prediction) -> None:
-        kl = (np.exp(exact.log_p) * (exact.log_p - found.log_p)).sum()
-        loss = found.nats - exact.nats
-        agreements = (found.best == exact.best).sum()
-        self.blocks[-1] += (loss.size, found.nats.sum(), loss.sum(), kl, agreements)
-        difference = float(np.abs(found.logits - exact.logits).max())
+    def add(self, at: int, exact: np.ndarray, found: np.ndarray, targets: np.ndarray) -> None:
+        """Compare logits (n, vocab_size) of the tokens from position `at`, a few rows at once."""
+        rows = max(1, _ELEMENTS // exact.shape[-1])
+        for row in range(0, targets.size, rows):
+            of = slice(row, row + rows)
+            self._add_rows(at + row, exact[of], found[of], targets[of])
+
+    def _add_rows(self, at: int, exact: np.ndarray, found: np.ndarray, targets: np.ndarray) -> None:
+        exact64, found64 = exact.astype(np.float64), found.astype(np.float64)  # (n, vocab_size)
+        exact_log_p, found_log_p = log_softmax(exact64), log_softmax(found64)
+        each = np.arange(targets.size)
+        nats = -found_log_p[each, targets]  # (n,)
+        loss = nats + exact_log_p[each, targets]
+        kl = (np.exp(exact_log_p) * (exact_log_p - found_log_p)).sum(axis=-1)  # (n,)
+        difference = float(np.abs(found64 - exact64).max())
         self.largest_logit_difference = max(self.largest_logit_difference, difference)
+        best = exact64.argmax(axis=-1)  # (n,)
+        is_best = best == found64.argmax(axis=-1)
+        lead = exact64[each, best]
+        exact64[each, best] = -np.inf
+        sure = lead - exact64.max(axis=-1) > SURE
+        self.blocks[-1] += (targets.size, nats.sum(), loss.sum(), kl.sum(), is_best.sum())
+        self.kl.append(kl.astype(np.float32))
+        self.sure += int(sure.sum())
+        self.sure_changed += int((sure & ~is_best).sum())
+        part = (at + each) * _PARTS // self.window  # (n,)
+        np.add.at(self.parts, part, np.stack([np.ones(targets.size), loss, kl], axis=-1))
 
     def end_block(self) -> None:
         self.bytes += self.reader.used_bytes
@@ -175,7 +217,19 @@ class _Tally:
             kl=kl,
             agreement=agreement,
             largest_logit_difference=self.largest_logit_difference,
+            kl_99=float(np.percentile(np.concatenate(self.kl), 99)),
+            sure_tokens=self.sure,
+            sure_changed=self.sure_changed,
+            positions=tuple(self._positions()),
         )
+
+    def _positions(self) -> Iterable[Positions]:
+        longest = int(max(sums[0] for sums in self.blocks))  # tokens predicted of a window
+        for part, (tokens, loss, kl) in enumerate(self.parts):
+            if tokens:
+                first = -(-part * self.window // _PARTS)  # the least p with p * _PARTS // window
+                last = min(-(-(part + 1) * self.window // _PARTS), longest)
+                yield Positions(first + 1, last, float(loss / tokens), float(kl / tokens))
 
 
 def _estimate(sums: np.ndarray, tokens: np.ndarray) -> Estimate:

@@ -9,10 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
+from ..errors import InvalidArgumentError
 from ..llama import LlamaModel
 from .choice import CacheChoice
 
-__all__ = ["LlamaSubject", "Reader", "Subject"]
+__all__ = ["LlamaSubject", "Reader", "Subject", "reader_of"]
 
 
 class Reader(Protocol):
@@ -42,6 +43,14 @@ class Subject(Protocol):
 
     def reader(self, choice: CacheChoice) -> Reader:
         """Return a reader on an empty cache; an InvalidArgumentError for options that clash."""
+
+
+def reader_of(subject: Subject, choice: CacheChoice) -> Reader:
+    """Return a reader on an empty cache; the error for options that clash names the choice."""
+    try:
+        return subject.reader(choice)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{choice.name}: {error}") from error
 
 
 class LlamaSubject:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import KVCache
+from ..cache.cache import state_of
 from ..core.options import PrecisionBits
 from ..core.types import Dtype
 from ..errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
@@ -114,12 +115,21 @@ class LlamaModel:
             How keys and values are stored, such as "int8": docs/numerics.md has the table.
         **options
             Further arguments of :class:`kvedge.KVCache`, such as `group_size`; `max_seq_len` is
-            the model's own unless given, and `window` those of its layers.
+            the model's own unless given, and `window` those of its layers. `policy`, a
+            :class:`kvedge.LayerPolicy`, says how each layer is stored, in place of `dtype`.
 
         Returns
         -------
         KVCache
+
+        Raises
+        ------
+        InvalidArgumentError
+            An option that is none, or a policy for another number of layers.
         """
+        if (policy := options.pop("policy", None)) is not None:
+            policy.check(self.config.num_layers)
+            options |= policy.cache_options()
         options.setdefault("max_seq_len", self.config.max_seq_len)
         c = self.config
         if c.windows is not None:
@@ -263,17 +273,27 @@ class LlamaModel:
         """Refuse a cache of another shape, or without room for n tokens."""
         c = self.config
         expected = (c.num_layers, c.num_kv_heads, c.head_dim)
-        shape = (cache.num_layers, cache.num_kv_heads, cache.head_dim)
-        if shape != expected:
-            raise ShapeMismatchError(
-                f"the model needs a cache of (layers, KV heads, head_dim) = {expected}, got {shape}"
-            )
+        for shape in _shapes_of(cache):
+            if (cache.num_layers, *shape) != expected:
+                raise ShapeMismatchError(
+                    f"the model needs a cache of (layers, KV heads, head_dim) = {expected}, got "
+                    f"{(cache.num_layers, *shape)}"
+                )
         limit = self.context_limit(cache)
         if len(cache) + n > limit:
             raise CapacityExceededError(
                 f"{n} more after {len(cache)} tokens do not fit a context of {limit} (the model "
                 f"was trained for {c.max_seq_len}, the cache is limited to {cache.max_seq_len})"
             )
+
+
+def _shapes_of(cache: Any) -> set[tuple[int, int]]:
+    """KV heads and head_dim of the layers, which may be stored in several ways."""
+    held = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
+    if isinstance(held, KVCache):
+        configs = (store.config for store in state_of(held).stores)
+        return {(config.num_kv_heads, config.head_dim) for config in configs}
+    return {(cache.num_kv_heads, cache.head_dim)}
 
 
 def read_config(path: str | os.PathLike[str]) -> LlamaConfig:

@@ -16,10 +16,11 @@ from transformers.cache_utils import Cache
 from kvedge.core.options import PrecisionBits
 from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
+from kvedge.layer_policy import LayerPolicy
 from kvedge.transformers import session, states
 from kvedge.transformers.checkpoints import Checkpoints, take
 from kvedge.transformers.layers import KvedgeSlidingLayer
-from kvedge.transformers.options import STORAGE, StoreOptions, stored_text
+from kvedge.transformers.options import STORAGE, StoreOptions, of_policy, stored_text
 from kvedge.transformers.structure import layers_for, shares_rows, text_config
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class KvedgeCache(Cache):
         config: Any,
         dtype: Any = STORAGE["dtype"],
         *,
+        policy: LayerPolicy | str | os.PathLike[str] | None = None,
         precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
         num_threads: int | None = None,
@@ -61,6 +63,9 @@ class KvedgeCache(Cache):
             ``model.config``.
         dtype : kvedge.core.types.Dtype, or a sequence of them
             How keys and values are stored, as of :class:`kvedge.KVCache`.
+        policy : kvedge.LayerPolicy or path, optional
+            How each layer is stored, as ``kvedge tune`` finds it, in place of `dtype` and
+            **storage; or its file.
         precision_bits : 8, 16, 24 or "auto", optional
         tolerance : float
             As of ``attend``.
@@ -87,12 +92,18 @@ class KvedgeCache(Cache):
         Raises
         ------
         InvalidArgumentError
-            A layer of the model cannot be served, or an option makes no sense.
+            A layer of the model cannot be served, or an option makes no sense, a policy for another
+            number of layers too.
+        CorruptFileError, OSError
+            The file of a policy cannot be read.
         GroupMismatchError, RankLostError
             The ranks of `group` do not fit together, or are not all there.
         """
+        stored = {"dtype": dtype, **storage}
+        if policy is not None:
+            stored = of_policy(policy, stored)
         self._options = StoreOptions(
-            storage={**STORAGE, "dtype": dtype, **storage},
+            storage={**STORAGE, **stored},
             precision_bits=precision_bits,
             tolerance=tolerance,
             num_threads=num_threads,

@@ -16,8 +16,9 @@ from kvedge.core.options import AttendOptions, PrecisionBits
 from kvedge.core.recommended import RECOMMENDED
 from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
+from kvedge.layer_policy import LayerPolicy
 
-__all__ = ["STORAGE", "StoreOptions", "is_for_each_layer", "stored_text"]
+__all__ = ["STORAGE", "StoreOptions", "is_for_each_layer", "of_policy", "stored_text"]
 
 _MAJOR = int(transformers.__version__.split(".", 1)[0])
 
@@ -33,6 +34,18 @@ def is_for_each_layer(value: Any) -> bool:
     if isinstance(value, (str, Mapping)) or getattr(value, "ndim", 1) == 0:
         return False
     return hasattr(value, "__len__")
+
+
+def of_policy(policy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of storage as a policy, or its file, has them; `given` are those beside it."""
+    unknown = {name: value for name, value in given.items() if name not in STORAGE}
+    for name, value in given.items():
+        if name in STORAGE and value is not STORAGE[name]:
+            raise InvalidArgumentError(f"{name} does not go with a policy, which says it")
+    if not isinstance(policy, LayerPolicy):
+        policy = LayerPolicy.load(policy)
+    plain = {each.name: each.default for each in fields(Storage)}
+    return plain | policy.of_each_layer() | unknown  # which are refused as without a policy
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,24 @@ def test_the_table_has_a_line_per_format(with_rich, capsys, monkeypatch):
         assert word in printed
 
 
+def test_hidden_numbers_are_counted_beside_the_losses(capsys):
+    arguments = ("eval", *FEW, "--formats", "float16", "--recall", "480", "--chunk", "64")
+    report = _eval(capsys, *arguments[1:])
+    assert [(each["name"], each["tokens"]) for each in report["recall"]] == [
+        ("float32", 480),
+        ("float16", 480),
+    ]
+    exact, other = report["recall"]
+    assert len(exact["right"]) == 10 and exact["right_where_float32_is"] == sum(exact["right"])
+    assert other["nats"] == pytest.approx(exact["nats"], abs=0.1)
+    assert report["formats"][1]["kl_99th_percentile"] > report["formats"][1]["kl"]
+    assert report["formats"][1]["positions"][-1]["last"] == 29
+    assert main(list(map(str, arguments))) == exits.OK
+    printed = capsys.readouterr().out
+    for word in ("hidden numbers recalled", "480 tokens", "by position", "99th", "sure tokens"):
+        assert word in printed
+
+
 @pytest.mark.extras
 def test_a_plot_is_written(tmp_path, capsys):
     pytest.importorskip("matplotlib")
@@ -106,6 +124,9 @@ def test_a_plot_is_written(tmp_path, capsys):
         (("--window", "513"), "512"),
         (("--window", "1"), "window"),
         (("--key-bias", "0"), "--key-bias"),
+        (("--recall", "100"), "or more"),
+        (("--recall", "600"), "512"),
+        (("--recall", "0"), "--recall"),
         (("--plot", "loss.txt"), ".png"),
     ],
     ids=str,

@@ -25,7 +25,7 @@ ORDER = [
     ["kvedge.layer"],
     ["kvedge.files"],
     ["kvedge.cache"],
-    ["kvedge.paged", "kvedge.batch", "kvedge.multi_head", "kvedge.policy"],
+    ["kvedge.paged", "kvedge.batch", "kvedge.multi_head", "kvedge.policy", "kvedge.layer_policy"],
     ["kvedge.backends.native", "kvedge.backends.numpy"],
     ["kvedge.backends"],
     ["kvedge.system"],

@@ -14,10 +14,12 @@ from kvedge.evaluation import (
     CacheChoice,
     Estimate,
     LlamaSubject,
+    Recall,
     Result,
     default_choices,
     evaluate,
     parse_choices,
+    recall,
 )
 from kvedge.evaluation.plot import draw, frontier
 from kvedge.llama import LlamaModel, with_key_bias
@@ -117,6 +119,99 @@ def test_the_measures_are_those_of_the_logits(chunk):
     assert int8.nats.mean - float32.nats.mean == pytest.approx(int8.loss.mean)
     assert float32.kl == float32.loss == Estimate(0.0, 0.0)
     assert float32.agreement.mean == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 32])
+def test_what_means_hide_is_told(chunk, monkeypatch):
+    monkeypatch.setattr("kvedge.evaluation.measure._ELEMENTS", 6)  # two rows of logits at once
+    rng = np.random.default_rng(4)
+    exact, change = 2 * rng.normal(size=(2, 6, 3)).astype(np.float32)
+    other = exact + change
+    tokens = rng.integers(0, 3, 15)  # windows of 6, 6 and 3
+    subject = Scripted({"float32": exact, "int8": other})
+    float32, int8 = evaluate(subject, tokens, parse_choices(["int8"]), chunk=chunk)
+    p, q = log_softmax(exact), log_softmax(other)
+    kl = (np.exp(p) * (p - q)).sum(axis=1)
+    read = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]  # positions in the windows
+    assert int8.kl_99 == pytest.approx(np.percentile(kl[read], 99), rel=1e-5)
+    first, second = np.sort(exact, axis=1)[:, :0:-1].T
+    sure = [i for i in read if first[i] - second[i] > 1]
+    changed = [i for i in sure if exact[i].argmax() != other[i].argmax()]
+    assert 0 < len(changed) < len(sure) < len(read)
+    assert (int8.sure_tokens, int8.sure_changed) == (len(sure), len(changed))
+    assert int8.sure_changed_share == len(changed) / len(sure)
+    assert (float32.kl_99, float32.sure_changed) == (0, 0)
+    # quarters of 6 positions: 0 and 1, 2, 3 and 4 of them, and 5, of which nothing is predicted
+    assert [(each.first, each.last) for each in int8.positions] == [(1, 2), (3, 3), (4, 5)]
+    means = [kl[[0, 1]].mean(), kl[2], kl[[3, 4]].mean()]
+    assert [each.kl for each in int8.positions] == pytest.approx(means, rel=1e-6)
+    total = sum(
+        each.loss * sum(each.first <= i + 1 <= each.last for i in read) for each in int8.positions
+    )
+    assert total / len(read) == pytest.approx(int8.loss.mean)
+
+
+class Letters:
+    """A tokenizer whose tokens are characters, behind one that begins every text."""
+
+    def encode(self, text):
+        return [1, *map(ord, text)]
+
+
+class Remembering:
+    """Recalls every number, but for those whose digit it may not; answers nothing else right."""
+
+    context, vocab_size = 2000, 128
+
+    def __init__(self, forgets):
+        self.forgets = forgets
+
+    def reader(self, choice):
+        return _RememberingReader("7" if choice.name in self.forgets else None)
+
+
+class _RememberingReader:
+    used_bytes = 1
+
+    def __init__(self, lost):
+        self.lost, self.text = lost, ""
+
+    def clear(self):
+        self.text = ""
+
+    def read(self, tokens):
+        logits = np.zeros((len(tokens), 128), np.float32)
+        for row, token in enumerate(tokens):
+            self.text += chr(token)
+            city, of, said = self.text.rpartition("The code of ")[2].partition(" is")
+            known = self.text.partition(f"The code of {city} is")[2].partition("\n")[0]
+            if of and self.lost not in list(known) and len(said) < len(known):
+                logits[row, ord(known[len(said)])] = 9
+        return logits
+
+
+@pytest.mark.parametrize("chunk", [7, 400])
+def test_numbers_are_hidden_at_ten_depths_and_asked_for(chunk):
+    text = Letters().encode("so it goes on. " * 100)
+    subject = Remembering(forgets={"int8"})
+    found = recall(
+        subject, Letters(), text, parse_choices(["int8", "kivi4"]), [900, 1200], chunk=chunk
+    )
+    names = [(each.choice.name, each.length) for each in found]
+    kinds = ["float32", "int8", "kivi4"]
+    assert names == [(name, length) for length in (900, 1200) for name in kinds]
+    for exact, forgetful, other in (found[:3], found[3:]):
+        assert exact.right == (True,) * 10 == exact.kept and exact.accuracy == 1
+        assert other == Recall(other.choice, other.length, exact.right, exact.kept, exact.nats)
+        assert 0 < sum(forgetful.right) < 10 and forgetful.nats > exact.nats
+        assert forgetful.kept == forgetful.right
+
+
+def test_lengths_that_cannot_be_are_refused():
+    text = Letters().encode("so it goes on. " * 100)
+    for length, reason in ((200, "or more"), (2001, "made for 2000"), (1999, "need a text of")):
+        with pytest.raises(kvedge.InvalidArgumentError, match=reason):
+            recall(Remembering(()), Letters(), text[:1000], [], [length])
 
 
 def test_one_block_has_no_standard_error(stories, story):

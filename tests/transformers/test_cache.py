@@ -266,6 +266,38 @@ def test_layers_may_differ_in_storage(config):
     assert cache.memory_bytes == 2 * 6 * 2 * 2 * (20 + 64 + 32 + 20)
 
 
+def test_each_layer_is_stored_as_a_policy_says(tmp_path):
+    config = tiny_model("llama").config
+    layers = [{"dtype": "kivi8", "value_dtype": "int8", "scale_dtype": "float16"}]
+    layers += [{"dtype": "kivi4", "recent": 32}] * (config.num_hidden_layers - 1)
+    policy = kvedge.LayerPolicy(layers)
+    policy.save(tmp_path / "policy.json")
+    keys, values = states(1, 150)
+    for given in (policy, str(tmp_path / "policy.json")):
+        cache = KvedgeCache(config, policy=given)
+        for index, own in enumerate(layers):
+            got = cache.update(keys, values, index)
+            layer = kvedge.KVCache(1, 2, 16, key_scale="auto", **own).layer(0).copy()
+            layer.extend(*(each[0].transpose(0, 1).numpy() for each in (keys, values)))
+            assert_same_rows(got, layer)
+
+
+def test_a_policy_that_does_not_fit_is_refused(tmp_path):
+    config = tiny_model("llama").config
+    policy = kvedge.LayerPolicy([{"dtype": "int8"}])
+    with pytest.raises(ValueError, match=f"each of {config.num_hidden_layers} layers, not 1"):
+        KvedgeCache(config, policy=policy)
+    policy = kvedge.LayerPolicy([{"dtype": "int8"}] * config.num_hidden_layers)
+    for given in ({"dtype": "kivi4"}, {"recent": 32}, {"key_scale": None}):
+        with pytest.raises(ValueError, match=f"{next(iter(given))} does not go with a policy"):
+            KvedgeCache(config, policy=policy, **given)
+    with pytest.raises(ValueError, match="window is no option"):
+        KvedgeCache(config, policy=policy, window=3)
+    for given in (tmp_path / "none.json", 3):
+        with pytest.raises((OSError, ValueError)):
+            KvedgeCache(config, policy=given)
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_every_format_stores_what_its_layer_would(dtype):
     config = tiny_model("llama").config

@@ -32,7 +32,7 @@ _SHOWN_AS_THEY_ARE = {".svg", ".png", ".json", ".html"}
 #: The API reference: a page, what opens it, and the public names on it.
 API: list[tuple[str, str, list[str]]] = [
     ("KVCache", "The cache of a whole model, and what marks its moments.",
-     ["KVCache", "KvCacheSnapshot", "KvCachePolicy", "Rope"]),
+     ["KVCache", "KvCacheSnapshot", "KvCachePolicy", "LayerPolicy", "Rope"]),
     ("Layers", "One layer, a class for each storage format. All have the methods of the first.",
      ["QuantizedKvLayer", "Float32KvLayer", "Float16KvLayer", "Bfloat16KvLayer", "Fp8E4m3KvLayer",
       "Fp8E5m2KvLayer", "Fp8KvLayer", "Int4KvLayer",

@@ -1,0 +1,263 @@
+#!/usr/bin/env python3
+"""What each format costs two real models on two texts: docs/formats.md has the table.
+
+    python bench/real_models.py --models DIR --prose books_val.txt [--rows 'kivi4*' --again]
+
+DIR holds the files that `make test-real` fetches. The second text is code: argparse.py of Python's
+own library (PSF licence). Rows that bench/real_models.json has are not measured again without
+--again; what is measured is added to it, a few rows at a time, and the tables are written to
+bench/real_models.md. With llama-cpp-python, which nothing else here needs, llama.cpp's cache types
+are measured on the same tokens, on a copy of the model's file with float32 weights, as kvedge's own
+runtime has them; against llama.cpp's float32 cache, which its attention reads as float16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import argparse as code_to_read
+import fnmatch
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+import kvedge
+from kvedge.evaluation import evaluate, parse_choices
+from kvedge.llama import LlamaModel
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE.parent / "tools"), str(HERE.parent / "tests" / "helpers")]
+
+MODELS = {
+    "SmolLM2-135M": "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "Gemma 3 270M": "gemma-3-270m-q4_k_m.gguf",
+}
+WINDOW, CHUNK = 2048, 256
+AT_ONCE = 4  # rows that are measured beside one float32 cache
+
+SCALES = "scale_dtype=float16"
+KEYS = f"key_scale=auto,{SCALES}"
+ROWS = {
+    "bfloat16": "bfloat16",
+    "auto": "auto",
+    "kivi8": "kivi8",
+    "kivi8 keys, int8 values": f"kivi8:value_dtype=int8,{SCALES}",
+    "int8, key_scale=auto": "int8:key_scale=auto",
+    "the same, groups of 32": "int8:key_scale=auto,group_size=32",
+    "int8": "int8",
+    "q8_0": "q8_0",
+    "fp8_e4m3": "fp8_e4m3",
+    "int8 keys, kivi4 values, recent=96": f"int8:value_dtype=kivi4,recent=96,{KEYS}",
+    "int8 keys, int4 values": f"int8:value_dtype=int4,{KEYS}",
+    "kivi8 keys, kivi4 values, recent=96": "kivi8:value_dtype=kivi4,recent=96",
+    "kivi4, recent=96, sinks=4": "kivi4:recent=96,sinks=4",
+    "kivi4, recent=96": "kivi4:recent=96",
+    "kivi4": "kivi4",
+    "kivi4 keys, kivi2 values, recent=96": "kivi4:value_dtype=kivi2,recent=96",
+    "kivi2, recent=96": "kivi2:recent=96",
+    "int4, key_scale=auto, recent=96, sinks=4": f"int4:recent=96,sinks=4,{KEYS}",
+    "int4, key_scale=auto": f"int4:{KEYS}",
+}
+ROTATED = {"MultiHeadKvCache, 8 bits": 8, "MultiHeadKvCache, 4 bits": 4}
+LLAMA_CPP = ("q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl")
+
+
+class LlamaCppSubject:
+    """A model of llama.cpp; a choice's name is a cache type of it."""
+
+    def __init__(self, path: Path) -> None:
+        from llama_cpp_models import Context, Model
+
+        self._model, self._context_of = Model(path), Context
+        self.context = WINDOW
+
+    def reader(self, choice):
+        return _LlamaCppReader(self._context_of, self._model, choice.name)
+
+
+class _LlamaCppReader:
+    def __init__(self, context, model, name):
+        import llama_cpp
+
+        kind = getattr(llama_cpp, f"GGML_TYPE_{name.replace('float32', 'f32').upper()}")
+        self._context = context(model, n_ctx=WINDOW, type_k=kind, type_v=kind, swa_full=False)
+        self._clear = llama_cpp.llama_memory_clear
+        self.clear()
+
+    def clear(self):
+        self._clear(self._context.memory, True)
+        self._length = 0
+
+    def read(self, tokens):
+        logits = self._context.decode(tokens.tolist(), self._length)
+        self._length += len(tokens)
+        return logits
+
+    @property
+    def used_bytes(self):
+        return self._length
+
+
+BITS = {"q8_0": 8.5, "q5_1": 6, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}
+
+
+def with_float32_weights(path: Path) -> Path:
+    """A copy of a GGUF file whose weights are float32, in build/, made once."""
+    import gguf
+
+    copy = HERE.parent / "build" / "real_models" / f"{path.stem}.float32.gguf"
+    if copy.exists():
+        return copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(f"{copy}.part", reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub_type=sub)
+    for tensor in reader.tensors:
+        rows = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, np.asarray(rows, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    Path(f"{copy}.part").rename(copy)
+    return copy
+
+
+def figures(result, bits: float | None = None) -> dict:
+    return {
+        "tokens": result.tokens,
+        "bits_per_value": result.bits_per_value if bits is None else bits,
+        "bytes_per_token": result.bytes_per_token if bits is None else None,
+        "nats": result.nats.mean,
+        "loss": result.loss.mean,
+        "loss_error": result.loss.standard_error,
+        "kl": result.kl.mean,
+        "kl_error": result.kl.standard_error,
+        "kl_99": result.kl_99,
+        "agreement": result.agreement.mean,
+        "sure_tokens": result.sure_tokens,
+        "sure_changed": result.sure_changed,
+        "positions": [[each.last, each.kl] for each in result.positions],
+    }
+
+
+def measure(options: argparse.Namespace, saved: dict) -> None:
+    texts = {
+        "prose": Path(options.prose).read_text(encoding="utf-8"),
+        "code": Path(code_to_read.__file__).read_text(encoding="utf-8"),
+    }
+    for model_name, file in MODELS.items():
+        if options.model and model_name not in options.model:
+            continue
+        path = Path(options.models) / file
+        model = LlamaModel.from_file(path)
+        for text_name, text in texts.items():
+            tokens = np.array(model.tokenizer.encode(text[: 16 * options.tokens])[: options.tokens])
+            rows = saved["rows"].setdefault(model_name, {}).setdefault(text_name, {})
+            measure_kvedge(options, model, tokens, rows, saved)
+            measure_llama_cpp(options, path, tokens, rows, saved)
+
+
+def wanted(options: argparse.Namespace, names, rows: dict) -> list[str]:
+    asked = [name for name in names if any(fnmatch.fnmatch(name, one) for one in options.rows)]
+    return [name for name in asked if options.again or name not in rows]
+
+
+def measure_kvedge(options, model, tokens, rows, saved) -> None:
+    from multi_head_loss import Subject
+
+    names = wanted(options, [*ROWS, *ROTATED], rows)
+    for at in range(0, len(names), AT_ONCE):
+        part = names[at : at + AT_ONCE]
+        choices = []
+        for name in part:
+            if name in ROWS:
+                choices += parse_choices([ROWS[name]])
+            else:
+                config = kvedge.KvCacheConfig(model.config.head_dim, ROTATED[name], 0, seed=1)
+                choices.append(SimpleNamespace(name=name, config=config))
+        _, *results = evaluate(
+            Subject(model, options.threads), tokens, choices, window=WINDOW, chunk=CHUNK
+        )
+        rows |= {name: figures(result) for name, result in zip(part, results, strict=True)}
+        save(options, saved)
+
+
+def measure_llama_cpp(options, path, tokens, rows, saved) -> None:
+    names = wanted(options, [f"llama.cpp's {name}" for name in LLAMA_CPP], rows)
+    if not names:
+        return
+    subject = LlamaCppSubject(with_float32_weights(path))
+    for at in range(0, len(names), AT_ONCE):
+        part = names[at : at + AT_ONCE]
+        choices = [SimpleNamespace(name=name.rpartition(" ")[2]) for name in part]
+        _, *results = evaluate(subject, tokens, choices, window=WINDOW, chunk=CHUNK)
+        for name, result in zip(part, results, strict=True):
+            rows[name] = figures(result, BITS[result.choice.name])
+        save(options, saved)
+
+
+def save(options: argparse.Namespace, saved: dict) -> None:
+    saved["window"], saved["chunk"] = WINDOW, CHUNK
+    (HERE / "real_models.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+
+
+def tables(saved: dict) -> str:
+    """The tables as Markdown: a row per cache, two columns per model and text."""
+    columns = [(model, text) for model, texts in saved["rows"].items() for text in texts]
+    names = [*ROWS, *ROTATED, *(f"llama.cpp's {name}" for name in LLAMA_CPP)]
+    head = "| cache | bits | " + " | ".join(f"{model}, {text}" for model, text in columns) + " |"
+    lines = [head, "|:--|--:|" + "--:|" * len(columns)]
+    found = []
+    for name in names:
+        cells = [saved["rows"][model][text].get(name) for model, text in columns]
+        known = [cell for cell in cells if cell]
+        if not known:
+            continue
+        bits = sorted({f"{cell['bits_per_value']:.4g}" for cell in known}, reverse=True)
+        shown = (f"{cell['kl']:.1e} ({cell['loss']:+.4f})" if cell else "" for cell in cells)
+        worst = max(cell["kl"] for cell in known)
+        found.append((worst, f"| {name} | {', '.join(bits)} | " + " | ".join(shown) + " |"))
+    lines += [line for _, line in sorted(found)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", metavar="DIR", help="where the models' files are")
+    parser.add_argument("--prose", metavar="FILE", help="the first text: books_val.txt")
+    parser.add_argument("--tokens", type=int, default=2 * WINDOW)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", nargs="+", help="these models alone")
+    parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="these alone")
+    parser.add_argument("--again", action="store_true", help="also rows that were measured")
+    options = parser.parse_args()
+    path = HERE / "real_models.json"
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": {}}
+    if options.models is not None:
+        measure(options, saved)
+    (HERE / "real_models.md").write_text(page(saved), encoding="utf-8")
+    return 0
+
+
+def page(saved: dict) -> str:
+    """What bench/real_models.md holds."""
+    return (
+        "# Formats on real models\n\nKL to a float32 cache in nats per token (and nats lost), "
+        f"windows of {saved['window']:,} tokens, {saved['chunk']} read at a time; prose is "
+        "books_val.txt, code argparse.py. Written by `python bench/real_models.py` from "
+        "[real_models.json](real_models.json), which also has standard errors, 99th percentiles, "
+        "tokens changed where float32 was sure, and KL by position."
+        f"\n\n{tables(saved)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
