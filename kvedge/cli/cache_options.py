@@ -96,7 +96,7 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
         if name in storage.cache_options(options) and getattr(cache, name) is None:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} auto: the session's cache has no {name}")
-    for name in ("scale_dtype", "value_dtype", "recent", "sinks", "recent_dtype"):
+    for name in ("scale_dtype", "value_dtype", "recent", "sinks", "recent_dtype", "value_rotation"):
         asked = getattr(options, name)
         if asked not in (None, getattr(cache, name)):
             flag = "--" + name.replace("_", "-")

@@ -69,6 +69,12 @@ def add_options(group: Any) -> None:
         help="how the last and first tokens are stored (default: float16)",
     )
     group.add_argument(
+        "--value-rotation",
+        action="store_true",
+        default=None,
+        help="store values rotated, so that their channels share what rounding loses",
+    )
+    group.add_argument(
         "--precision-bits",
         type=_precision_bits,
         choices=("auto", 8, 16, 24),
@@ -119,7 +125,7 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
     keys, values = options.key_dtype or dtype, options.value_dtype or dtype
     for name in given:
         stored = (keys,) if name == "key_offset" else (keys, values)
-        of_any = name in ("key_scale", "key_dtype", "value_dtype", *PART_OPTIONS)
+        of_any = name in ("key_scale", "key_dtype", "value_dtype", "value_rotation", *PART_OPTIONS)
         if not of_any and not any(format_of(each).has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")
