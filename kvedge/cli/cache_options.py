@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvedge.cli import ranks, storage
 from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int
+from kvedge.core.recommended import AUTO, RECOMMENDED
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -85,7 +86,9 @@ def new_cache(options: argparse.Namespace, model: LlamaModel) -> Any:
 
 def check_against(options: argparse.Namespace, cache: KVCache) -> None:
     """Refuse options that contradict what a session's cache is."""
-    asked = options.key_dtype or storage.dtype_of(options)
+    asked = options.key_dtype or options.cache
+    if asked == AUTO and (cache.dtype == RECOMMENDED["dtype"] or cache.key_scale is not None):
+        asked = None  # recommended now, or by earlier versions
     if asked not in (None, cache.dtype):
         flag = "--cache" if options.key_dtype is None else "--key-dtype"
         raise UsageError(f"{flag} {asked}: the session's cache is {cache.dtype}")
@@ -93,7 +96,7 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
     if group is not None and min(group, cache.head_dim) != cache.group_size:
         raise UsageError(f"--group-size {group}: the session's cache has {cache.group_size}")
     for name in ("key_scale", "key_offset"):
-        if name in storage.cache_options(options) and getattr(cache, name) is None:
+        if getattr(options, name) is not None and getattr(cache, name) is None:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} auto: the session's cache has no {name}")
     for name in ("scale_dtype", "value_dtype", "recent", "sinks", "recent_dtype", "value_rotation"):

@@ -9,7 +9,7 @@ from kvedge.console.exits import UsageError
 from kvedge.console.values import positive_int
 from kvedge.core.formats import DTYPES, FORMATS, SCALE_TYPES, format_of
 from kvedge.core.options import as_tolerance
-from kvedge.core.recommended import AUTO, RECOMMENDED
+from kvedge.core.recommended import AUTO, recommended
 from kvedge.core.storage import NAMES, PART_OPTIONS
 from kvedge.core.types import Dtype
 
@@ -22,8 +22,8 @@ def add_options(group: Any) -> None:
         "--cache",
         choices=(AUTO, *DTYPES),
         metavar="FORMAT",
-        help=f"how keys and values are stored: {AUTO}, {', '.join(DTYPES)}; {AUTO} is int8 with "
-        "--key-scale auto (default: int8)",
+        help=f"how keys and values are stored: {AUTO}, {', '.join(DTYPES)}; {AUTO} has keys in "
+        "kivi8 and values in int8, rotated (default: int8)",
     )
     for rows in ("key", "value"):
         group.add_argument(
@@ -105,8 +105,19 @@ def _tolerance(text: str) -> float:
 
 def dtype_of(options: argparse.Namespace) -> Dtype | None:
     """The format that the flags name; None: none."""
-    name: Dtype | None = RECOMMENDED["dtype"] if options.cache == AUTO else options.cache
+    name: Dtype | None = _auto(options)["dtype"] if options.cache == AUTO else options.cache
     return name
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say beside --cache."""
+    given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _auto(options: argparse.Namespace) -> dict[str, Any]:
+    """All options of --cache auto: over ranks, tokens cannot be in runs."""
+    return recommended(_given(options), in_rows=getattr(options, "group", None) is not None)
 
 
 def cache_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -118,11 +129,11 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
         A flag of formats with scales, and a format without.
     """
     dtype = dtype_of(options) or "int8"
-    given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _given(options)
     if options.cache == AUTO:
-        given.setdefault("key_scale", RECOMMENDED["key_scale"])
-    keys, values = options.key_dtype or dtype, options.value_dtype or dtype
+        given = _auto(options)
+        del given["dtype"]
+    keys, values = given.get("key_dtype", dtype), given.get("value_dtype", dtype)
     for name in given:
         stored = (keys,) if name == "key_offset" else (keys, values)
         of_any = name in ("key_scale", "key_dtype", "value_dtype", "value_rotation", *PART_OPTIONS)

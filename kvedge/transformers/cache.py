@@ -14,10 +14,11 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from kvedge.core.options import PrecisionBits
+from kvedge.core.recommended import AUTO
 from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
 from kvedge.transformers import session
-from kvedge.transformers.options import STORAGE, StoreOptions, stored_text
+from kvedge.transformers.options import StoreOptions, storage_of, stored_text
 from kvedge.transformers.structure import layers_for, shares_rows, text_config
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class KvedgeCache(Cache):
     def __init__(
         self,
         config: Any,
-        dtype: Any = STORAGE["dtype"],
+        dtype: Any = AUTO,
         *,
         precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
@@ -54,8 +55,11 @@ class KvedgeCache(Cache):
         ----------
         config : transformers.PretrainedConfig
             ``model.config``.
-        dtype : kvedge.core.types.Dtype, or a sequence of them
-            How keys and values are stored, as of :class:`kvedge.KVCache`.
+        dtype : kvedge.core.types.Dtype, a sequence of them, or "auto"
+            How keys and values are stored, as of :class:`kvedge.KVCache`. "auto": keys in kivi8,
+            values in int8 and rotated (docs/formats.md), each as far as no other option says
+            otherwise; int8 with ``key_scale="auto"`` where a `group` shares tokens out, and where
+            keys get an offset or a scale.
         precision_bits : 8, 16, 24 or "auto", optional
         tolerance : float
             As of ``attend``.
@@ -69,7 +73,8 @@ class KvedgeCache(Cache):
         **storage
             All other options of :class:`kvedge.KVCache` that the model does not decide, such as
             ``group_size`` and ``key_offset``. One for all layers of the model, or a sequence (an
-            array's first axis) with one for each. ``key_scale`` is "auto" unless given.
+            array's first axis) with one for each. ``key_scale`` is "auto" unless given, for keys in
+            rows.
 
         Raises
         ------
@@ -79,7 +84,7 @@ class KvedgeCache(Cache):
             The ranks of `group` do not fit together, or are not all there.
         """
         self._options = StoreOptions(
-            storage={**STORAGE, "dtype": dtype, **storage},
+            storage=storage_of(dtype, storage, in_rows=group is not None),
             precision_bits=precision_bits,
             tolerance=tolerance,
             num_threads=num_threads,
