@@ -506,8 +506,9 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
 
 /* Where the tokens of a layer with the parts of a session are read: writes the parts of a call,
  * in which position 0 is that of the layer's first token, and returns their number, 0 to 3. Of
- * `of`, recent and dropped count. The getters of the layers at these rows read the same tokens
- * back. */
+ * `of`, recent and dropped count: for a call of n rows let recent, unless 0, be n - 1 more, as
+ * Python does, so that each row reads the last tokens before it from `last`, where `last` has them.
+ * The getters of the layers at these rows read the same tokens back. */
 int kvedge_session_attended(const kvedge_session_layer *of, const kvedge_layer *layer,
                             const kvedge_session_parts *parts, kvedge_part attended[3]);
 

@@ -18,7 +18,7 @@ static const float *tile_scales(const kvedge_attention *a, const token_tile *til
                                 int count, scale_columns *columns) {
   const kvedge_view_side *side = &a->view.side[s];
   const int num_groups = side->shape.num_groups, column = kv_head * num_groups + group;
-  if (column >= columns->first && column + count <= columns->first + columns->count)
+  if (count <= columns->count && column >= columns->first && column + count <= columns->first + columns->count)
     return columns->scale[column - columns->first];
   const int left = a->view.num_kv_heads * num_groups - column,
             together = side->scales_in_rows ? 1 : KVEDGE_SCALE_COLUMNS;

@@ -47,7 +47,7 @@ cdef object _attend_to(
         else:
             held = layer.held()
             handle, length, first_row = held.source, held.num_tokens, held.start
-            ranges.append(_parts(held, layer, part_handles))
+            ranges.append(_parts(held, layer, n_rows, part_handles))
             num_parts += <int>len(ranges[-1])
             for part in ranges[-1]:
                 num_turns += <int>len(part[4])
@@ -149,11 +149,11 @@ cdef object _attend_to(
     return out, (lse[0] if one_layer else lse)
 
 
-cdef list _parts(held, layer, list handles):
-    """Parts of what a layer holds: handle, row, first token, the one after the last, and what a query is turned by there;
+cdef list _parts(held, layer, Py_ssize_t num_rows, list handles):
+    """Parts of what so many queries read of a layer: handle, row, first token, the one after the last, and what a query is turned by there;
     handles are added to `handles`."""
     made = []
-    for part in parts_of(held, (<LayerStore>layer).config):
+    for part in parts_of(held, (<LayerStore>layer).config, num_rows):
         own = held if part.store is None else part.store.held()
         handles.append(own.source)
         for start, stop, turn in ranges_of((<LayerStore>layer).turns, held.num_dropped, part):

@@ -325,7 +325,7 @@ def contents_of_stores(
         rows = slice(held.start, held.start + n)
         arrays = [slab[rows].copy() if copy else slab[rows] for slab in held.slabs]
         dropped = held.num_dropped if upto is None else min(held.num_dropped, upto)
-        parts = contents_of(held, dropped, dropped + n, copy=copy)
+        parts = contents_of(held, store.config, dropped, dropped + n, copy=copy)
         layers.append(
             LayerContents(
                 *(arrays[0], arrays[1], arrays[2], arrays[3], store.key_map),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,16 @@ from kvedge.layer.parts import LayerParts, contents_of
 from kvedge.layer.store import LayerStore, PartContents, plain_store
 from kvedge.rope import Turns
 
-__all__ = ["Stored", "copy_of", "fill", "new_store", "stored"]
+__all__ = [
+    "RowMark",
+    "Stored",
+    "copy_of",
+    "fill",
+    "mark_of_row",
+    "new_store",
+    "return_to_mark",
+    "stored",
+]
 
 _Store = TypeVar("_Store", bound=LayerStore)
 
@@ -79,7 +88,8 @@ def copy_of(store: _Store) -> _Store:
     # It may have moved to fewer rows since.
     rows = max(config.capacity, held.num_tokens)
     other = new_store(type(store), replace(config, capacity=rows))
-    parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=False)
+    end = held.num_dropped + held.num_tokens
+    parts = contents_of(held, config, held.num_dropped, end, copy=False)
     fill(other, held.tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns)
     return other
 
@@ -88,5 +98,32 @@ def stored(store: LayerStore) -> Stored:
     """All that a layer holds, copied."""
     held, config = store.held(), store.config  # in this order: as in :func:`copy_of`
     tokens = [np.array(rows) for rows in held.tokens]
-    parts = contents_of(held, held.num_dropped, held.num_dropped + held.num_tokens, copy=True)
+    end = held.num_dropped + held.num_tokens
+    parts = contents_of(held, config, held.num_dropped, end, copy=True)
     return config, tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns
+
+
+class RowMark(NamedTuple):
+    """What a layer needs to go back to where it was, all that it held being still there."""
+
+    num_tokens: int
+    last: PartContents | None  # the last tokens in their other format, which going on lets go
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies."""
+        return 0 if self.last is None else sum(array.nbytes for array in self.last.arrays)
+
+
+def mark_of_row(store: LayerStore) -> RowMark:
+    """Where a layer without a window is."""
+    last = store.parts.last_contents() if isinstance(store.parts, LayerParts) else None
+    return RowMark(len(store), last)
+
+
+def return_to_mark(store: LayerStore, mark: RowMark) -> None:
+    """Go back to a mark; the layer has only been appended to since, and further back nothing."""
+    store.set_len(mark.num_tokens)
+    if mark.last is not None:
+        assert isinstance(store.parts, LayerParts)
+        store.parts.return_to_last(mark.last, store.end())

@@ -3,7 +3,9 @@
 The rows of a layer hold all tokens, in its own format. Beside them two small layers hold the first
 tokens and the last ones again; attention and the getters read these where they are. A token that
 grows old is no longer read there, and nothing has to be moved or stored again. Of the last tokens
-64 more are kept than are read, so that a rejected draft leaves no trace.
+64 more are kept than are read, so that a rejected draft leaves no trace. With ``recent=``, those
+appended at once all stay until the next ones come: each of their queries reads the last ones before
+it, and a prompt is read as exactly as a single token.
 
 A layer of runs (``dtype="kivi4"``) has no rows of its own: 32 tokens of a head, at positions that
 begin with a multiple of 32, are encoded together and lie in a third part; the others are among the
@@ -75,10 +77,10 @@ def kept_rows(config: LayerConfig) -> int:
     return recent + DRAFT if recent else 0
 
 
-def last_rows(config: LayerConfig) -> int:
-    """Last tokens that a layer has room for in their other format."""
+def last_rows(config: LayerConfig, n: int = 0) -> int:
+    """Last tokens that a layer has room for in their other format, `n` of them appended at once."""
     kept = kept_rows(config)
-    return kept + _ROOM if kept else 0
+    return kept + max(n if config.recent else 0, _ROOM) if kept else 0
 
 
 def runs_end(end: int, last: int) -> int:
@@ -126,9 +128,9 @@ class LayerParts:
         """Room for the first tokens."""
         return self._empty(self._whole.config.sinks, position)
 
-    def _last(self, position: int) -> Part:
-        """Room for the last tokens."""
-        return self._empty(last_rows(self._whole.config), position)
+    def _last(self, position: int, n: int = 0) -> Part:
+        """Room for the last tokens, and for `n` that are appended at once."""
+        return self._empty(last_rows(self._whole.config, n), position)
 
     def _runs(self, position: int, tokens: int) -> Part | None:
         """Room for runs of so many tokens from a position on."""
@@ -166,22 +168,23 @@ class LayerParts:
         """Make ready for `n` tokens from position `end` on; nothing is changed yet."""
         first, last, runs = self.now
         lengths = [len(first.store), len(last.store)]
-        kept = max(0, end + n - self._kept)  # tokens from here on are needed
+        recent, room = self._whole.config.recent, last.store.config.capacity
+        kept = max(0, end + (0 if recent else n) - self._kept)  # tokens from here on are needed
         cut = end // RUN * RUN if self._in_runs else end
         rest = None
         if not self._kept:
             last = Part(last.store, end)
         elif last.position + lengths[1] != end or last.position > cut:
             # It was gone back to before the part.
-            last = self._last(max(cut, kept))
+            last = self._last(max(cut, kept), n)
             if cut < end:
                 rest = self._read(cut, end)
                 if last.position < end:
                     since = last.position - cut
                     last.store.append(rest[0][since:], rest[1][since:])
             lengths[1] = len(last.store)
-        elif n > last.store.config.capacity - lengths[1]:
-            moved = self._last(max(last.position, kept))
+        elif n > room - lengths[1] or room > last_rows(self._whole.config, n):
+            moved = self._last(max(last.position, kept), n)
             rows = [each[moved.position - last.position :] for each in last.store.held().tokens]
             if len(rows[0]):
                 memory.copy_tokens(rows, moved.store.slabs, len(rows[0]))
@@ -492,6 +495,21 @@ class LayerParts:
             _filled(self._first(start), first), _filled(self._last(end - tokens), last), runs
         )
 
+    def last_contents(self) -> PartContents:
+        """The last tokens, copied, for :meth:`return_to_last`."""
+        last = self.now.last
+        tokens = (np.array(each) for each in last.store.held().tokens)
+        return PartContents(memory.Slabs(*tokens), last.store.key_map)
+
+    def return_to_last(self, contents: PartContents, end: int) -> None:
+        """Hold last tokens again that a layer had at a position, to which it has gone back."""
+        first, last, runs = self.now
+        last = _filled(self._last(end - len(contents.arrays.key_codes)), contents)
+        if runs is not None:
+            length = max(runs_end(end, last.position) - runs.position, 0)
+            runs.store.set_len(min(length, runs.store.written()))
+        self.now = Parts(first, last, runs)
+
     def joined(self, contents: Sequence[PartContents], end: int, n: int) -> PartsState:
         """What :meth:`return_to` needs once `n` tokens come behind position `end`.
 
@@ -589,10 +607,13 @@ def _contents(part: Part, rows: slice | np.ndarray) -> PartContents:
     return PartContents(memory.Slabs(*(each[rows] for each in held.tokens)), part.store.key_map)
 
 
-def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartContents, ...]:
+def contents_of(
+    held: Held, config: LayerConfig, start: int, end: int, *, copy: bool
+) -> tuple[PartContents, ...]:
     """The first and last ones of the tokens at positions `start` to `end`, as they are stored.
 
-    `end` may lie above what is held, where a layer can go.
+    `end` may lie above what is held, where a layer can go. Of last ones there are no more than
+    :func:`last_rows` of the layer's config.
     """
     if held.parts is None:
         return ()
@@ -606,9 +627,9 @@ def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartCo
     if not 0 <= stop <= last.store.written():
         stop = 0
     since = start if runs is None else start // RUN * RUN  # runs need those before it
-    last_rows = slice(min(stop, max(0, since - last.position)), stop)
+    of_last = slice(min(stop, max(0, since - last.position, stop - last_rows(config))), stop)
     made = []
-    for part, at in ((first, first_rows), (last, last_rows)):
+    for part, at in ((first, first_rows), (last, of_last)):
         of_part = part.store.held()
         arrays = memory.Slabs(
             *(slab[of_part.start + at.start : of_part.start + at.stop] for slab in of_part.slabs)
@@ -619,8 +640,8 @@ def contents_of(held: Held, start: int, end: int, *, copy: bool) -> tuple[PartCo
     if runs is not None:
         begin = end - len(made[1].arrays.key_codes)
         of_runs = runs.store.held()
-        config, stop = runs.store.config, runs_end(end, begin) - runs.position
-        arrays = memory.rows_of(of_runs.slabs, config, start - runs.position, stop)
+        stop = runs_end(end, begin) - runs.position
+        arrays = memory.rows_of(of_runs.slabs, runs.store.config, start - runs.position, stop)
         if copy:
             arrays = memory.Slabs(*(each.copy() for each in arrays))
         made.append(PartContents(arrays, runs.store.key_map))
@@ -644,17 +665,21 @@ def parts_of_range(
     return tuple(part._replace(arrays=rows) for part, rows in zip(parts, arrays, strict=True))
 
 
-def tail_of(config: LayerConfig, n: int, sinks: int, last: int, runs: int | None) -> int:
+def tail_of(
+    config: LayerConfig, n: int, sinks: int, last: int, runs: int | None, num_rows: int = 1
+) -> int:
     """Of `n` tokens the one from which on last ones are read, those before it as rows or runs.
 
     `sinks` first tokens are read as such; last ones are there from `last` on, runs up to `runs`.
+    The first of `num_rows` queries, which end with the tokens, reads `recent` of them up to itself.
     """
-    tail = min(n, max(sinks, last, n - config.recent))
+    recent = config.recent + num_rows - 1 if config.recent else 0
+    tail = min(n, max(sinks, last, n - recent))
     return tail if runs is None else min(tail, max(sinks, runs))
 
 
-def parts_of(held: Held, config: LayerConfig) -> list[ReadPart]:
-    """Where the tokens of a layer are read, in their order; none overlap."""
+def parts_of(held: Held, config: LayerConfig, num_rows: int = 1) -> list[ReadPart]:
+    """Where `num_rows` queries read the tokens of a layer, in their order; none overlap."""
     n, dropped = held.num_tokens, held.num_dropped
     if held.parts is None or not n:
         return [ReadPart(None, 0, 0, n)] if n else []
@@ -663,7 +688,7 @@ def parts_of(held: Held, config: LayerConfig) -> list[ReadPart]:
     if first.position <= dropped:
         sinks = min(n, max(0, first.position + len(first.store) - dropped))
     stop = None if runs is None else runs.position + len(runs.store) - dropped
-    tail = tail_of(config, n, sinks, last.position - dropped, stop)
+    tail = tail_of(config, n, sinks, last.position - dropped, stop, num_rows)
     middle = ReadPart(None, sinks, sinks, tail)
     if runs is not None:
         middle = ReadPart(runs.store, sinks + dropped - runs.position, sinks, tail)

@@ -67,7 +67,8 @@ def from_cache(state: PagedState, cache: object, token_ids: np.ndarray | None) -
     if token_ids is not None and len(token_ids) > length:
         raise ShapeMismatchError(f"{len(token_ids)} token ids for {length} tokens")
     contents = [
-        contents_of(held, held.num_dropped, held.num_dropped + length, copy=False) for held in helds
+        contents_of(held, store.config, held.num_dropped, held.num_dropped + length, copy=False)
+        for store, held in zip(given.stores, helds, strict=True)
     ]
     with pool.lock:
         # Held before blocks are taken, which may be theirs.

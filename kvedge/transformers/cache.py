@@ -17,7 +17,9 @@ from kvedge.core.options import PrecisionBits
 from kvedge.core.recommended import AUTO
 from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
-from kvedge.transformers import session
+from kvedge.transformers import session, states
+from kvedge.transformers.checkpoints import Checkpoints, take
+from kvedge.transformers.layers import KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions, storage_of, stored_text
 from kvedge.transformers.structure import layers_for, shares_rows, text_config
 
@@ -43,6 +45,9 @@ class KvedgeCache(Cache):
         precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
         num_threads: int | None = None,
+        checkpoints: int = 4,
+        checkpoint_bytes: int | None = None,
+        checkpoint_every: int = 1024,
         group: Any = None,
         block_size: int | None = None,
         weights: Sequence[float] | None = None,
@@ -65,6 +70,14 @@ class KvedgeCache(Cache):
             As of ``attend``.
         num_threads : int, optional
             Threads of attention; by default ``torch.get_num_threads()`` at each call.
+        checkpoints : int
+            Moments that :meth:`keep_prefix` and :meth:`crop` can go back to where layers have a
+            window or a state, held at most. One is taken at the end of each prompt and of each
+            turn; old ones thin out. 0: only those of :meth:`checkpoint`, and one of them.
+        checkpoint_bytes : int, optional
+            The most that their copies may take together, in bytes.
+        checkpoint_every : int
+            Tokens after which one is taken besides, in a long text.
         group : process group of torch.distributed, mpi4py communicator or Group, optional
             Ranks that all run the model, and share the tokens out that full-attention layers hold
             (docs/distributed.md); such as ``torch.distributed.group.WORLD``.
@@ -104,6 +117,133 @@ class KvedgeCache(Cache):
         self._boundary = getattr(text_config(config), "original_max_position_embeddings", None)
         super().__init__(layers=layers)
         self._noted_ids: tuple[torch.Tensor, tuple[int, ...]] | None = None
+        for name, value, least in (
+            ("checkpoints", checkpoints, 0),
+            ("checkpoint_bytes", 0 if checkpoint_bytes is None else checkpoint_bytes, 0),
+            ("checkpoint_every", checkpoint_every, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidArgumentError(
+                    f"{name} must be an integer from {least} on, not {value!r}"
+                )
+        self._checkpoints = Checkpoints(checkpoints, checkpoint_bytes, checkpoint_every)
+        # What a model writes first in each step; None: not yet known.
+        self._begins: tuple[str, int, int] | None = None
+        self._needs_checkpoints = self._share is None and any(
+            states.has_state(layer) or isinstance(layer, KvedgeSlidingLayer) for layer in layers
+        )
+
+    # ---- steps of the model ----------------------------------------------------------------------
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens to a layer; see :meth:`KvedgeLayer.update`."""
+        if self._needs_checkpoints:
+            self._before("tokens", layer_idx, 0, key_states.shape[2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Append to the state of a convolution, which transformers' own layer holds."""
+        self._before("conv", layer_idx, state_idx, conv_states.shape[-1])
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Replace a recurrent state, which transformers' own layer holds."""
+        self._before("recurrent", layer_idx, state_idx, 1)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def _before(self, what: str, layer: int, state: int, tokens: int) -> None:
+        """Take a checkpoint before a step of the model, where all layers are as long, if due."""
+        if self._begins is None:
+            self._begins = (what, layer, state)
+        if self._begins != (what, layer, state) or not self._needs_checkpoints:
+            return
+        length = self.get_seq_length()
+        if self._checkpoints.is_due(length, tokens) and not any(
+            getattr(one, "record_past", False) for one in self.layers
+        ):
+            self._checkpoints.add(take(self.layers, length))
+
+    def checkpoint(self) -> int:
+        """Take a checkpoint, to which :meth:`keep_prefix` and :meth:`crop` can go back.
+
+        Returns
+        -------
+        int
+            The tokens seen so far.
+
+        Raises
+        ------
+        InvalidArgumentError
+            A cache of several ranks.
+        KvedgeError
+            A step of the model was interrupted.
+        """
+        if self._share is not None:
+            raise InvalidArgumentError("a KvedgeCache over several ranks has no checkpoints")
+        length = session.length_of(self)
+        if length:
+            self._checkpoints.add(take(self.layers, length))
+        return length
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The tokens that had been seen at each checkpoint, oldest first."""
+        return self._checkpoints.lengths
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoints' copies."""
+        return self._checkpoints.num_bytes
+
+    def reset(self) -> None:
+        """Drop all tokens and checkpoints; the next tokens may be of another batch."""
+        self._checkpoints.clear()
+        super().reset()
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the last tokens, as the installed transformers means the number.
+
+        Where a state or a window cannot go back by itself there must be a checkpoint.
+
+        Raises
+        ------
+        InvalidArgumentError, RuntimeError
+            A layer cannot go back, and there is no checkpoint of that length. Nothing is changed.
+        """
+        length = self.get_seq_length()
+        (number,) = (*args, *kwargs.values())
+        kept = self._options.tokens_after_crop(number, length)
+        if kept < length and session.why_not_back(self, kept, length) is not None:
+            session.go_back_to_checkpoint(self, kept, length, exactly=True)
+            return
+        super().crop(*args, **kwargs)
+        self._checkpoints.drop_after(kept)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Rearrange the sequences; checkpoints go."""
+        self._checkpoints.clear()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let each sequence be there `repeats` times; checkpoints go."""
+        self._checkpoints.clear()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences; checkpoints go."""
+        self._checkpoints.clear()
+        super().batch_select_indices(indices)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen."""
@@ -170,7 +310,9 @@ class KvedgeCache(Cache):
         """Keep the tokens that a prompt begins with, and drop the others.
 
         ``generate`` with the whole prompt then computes the rest only. At least the last token of
-        the prompt is computed. Rows of a batch keep as many as each shares with its prompt.
+        the prompt is computed. Rows of a batch keep as many as each shares with its prompt. Where a
+        layer has a state, or a window that has gone on, the cache goes back to the last checkpoint
+        within these tokens, and those after it are computed again.
 
         Parameters
         ----------
@@ -186,13 +328,15 @@ class KvedgeCache(Cache):
         ------
         InvalidArgumentError
             :attr:`token_ids` are not known; or a layer cannot go back, as its window or its state
-            has gone on. The cache is then as it was.
+            has gone on, and there is no checkpoint. The cache is then as it was.
         ShapeMismatchError
             A prompt of another number of sequences.
         """
         return session.keep_prefix(self, token_ids)
 
-    def save(self, path: str | os.PathLike[str], token_ids: Any = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], token_ids: Any = None, *, model: Any = None
+    ) -> None:
         """Write the conversation to a folder, which is made if it is not there.
 
         The folder's former conversation is replaced once all of this one is written.
@@ -202,11 +346,14 @@ class KvedgeCache(Cache):
         path : str or path
         token_ids : integers, (batch, tokens) or (tokens,), optional
             What ``generate`` returned. By default :attr:`token_ids`.
+        model : transformers.PreTrainedModel, optional
+            The model: a digest of a few rows of its weights is written, so that :meth:`load`
+            refuses another checkpoint.
 
         Raises
         ------
         InvalidArgumentError
-            The ids are not known; or a layer has a linear-attention state.
+            The ids are not known; or `model` is none.
         ShapeMismatchError
             As of :attr:`token_ids`.
         """
@@ -215,7 +362,7 @@ class KvedgeCache(Cache):
                 "a KvedgeCache over several ranks is not saved: keep the tokens, and compute them "
                 "again, or use a kvedge.distributed.ShardedKVCache"
             )
-        session.save(self, self._model_fields, path, token_ids)
+        session.save(self, self._model_fields, path, token_ids, model)
 
     @classmethod
     def load(
@@ -226,20 +373,23 @@ class KvedgeCache(Cache):
         Parameters
         ----------
         path : str or path
-        config : transformers.PretrainedConfig
-            Of the model it was with. Weights are not compared: they must be the same.
+        config : transformers.PretrainedConfig or transformers.PreTrainedModel
+            Of the model it was with. Weights must be the same; they are compared where this is a
+            model, and :meth:`save` was given one.
         num_threads : int, optional
             As of the constructor; other options are those of the cache that was saved.
 
         Raises
         ------
         InvalidArgumentError
-            A conversation with a model of another shape.
+            A conversation with a model of another shape, or with another checkpoint.
         CorruptFileError
             The folder's files were changed, damaged, or do not belong together.
         FileNotFoundError
         """
-        fields, options, rows = session.read(path, config)
-        cache = cls(config, num_threads=num_threads, **options)
-        session.fill(cache, fields, rows, path)
+        model = config if hasattr(config, "named_parameters") else None
+        config = config if model is None else model.config
+        saved = session.read(path, config, model)
+        cache = cls(config, num_threads=num_threads, **saved.options)
+        session.fill(cache, saved, path)
         return cache

@@ -427,6 +427,10 @@ class KvedgeLayer(CacheLayerMixin):
             row.truncate(max(held - gap, 0))
         self.padding = [min(gap, held) for gap in self.padding]
 
+    def forget_begun(self) -> None:
+        """Let the rows stand as they are, also those that began with the last tokens."""
+        self._begun = None
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i be a copy of what row ``beam_idx[i]`` is."""
         self._take(beam_idx)

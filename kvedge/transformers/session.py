@@ -2,9 +2,9 @@
 
 A folder holds ``conversation.json`` and session files (:mod:`kvedge.files.session`), which together
 have a layer for each row of each cache layer: rows of the same shape and length stand in one file.
-The JSON is written last and names the files, which have new names each time: so after a crash at
-any moment the folder holds the old conversation or the new one. Whoever writes holds the folder
-locked.
+States of linear attention and convolutions are in a file of the safetensors library's. The JSON is
+written last and names the files, which have new names each time: so after a crash at any moment the
+folder holds the old conversation or the new one. Whoever writes holds the folder locked.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
-from transformers import cache_utils
 
 from kvedge.backends.select import KVCache
 from kvedge.cache.state import contents_of_stores
@@ -36,15 +36,29 @@ from kvedge.files.session import save as save_session
 from kvedge.layer.layer import store_of
 from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
+from kvedge.transformers.checkpoints import go_back
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
+from kvedge.transformers.states import StateMark, has_state, mark_of, put
 from kvedge.transformers.structure import text_config
 
-__all__ = ["fill", "keep_prefix", "known_ids", "model_fields", "note_ids", "read", "save"]
+__all__ = [
+    "fill",
+    "go_back_to_checkpoint",
+    "keep_prefix",
+    "known_ids",
+    "length_of",
+    "model_fields",
+    "note_ids",
+    "read",
+    "save",
+    "why_not_back",
+]
 
 _INDEX = "conversation.json"
 _FORMAT = {"format": "kvedge.transformers", "format_version": 1}
 _PADDED = {**_FORMAT, "format_version": 2}  # of rows that do not hold the padding before them
-_FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]{1,4}\.safetensors")
+_STATES = {**_FORMAT, "format_version": 3}  # of a model with states, too
+_FILE = re.compile(r"(rows|states)-[0-9a-f]{16}-[0-9]{1,4}\.safetensors")
 _CONVERSATION = "conversation"  # metadata of a session file: which it belongs to
 # What two models must share for the rows of one to fit the other.
 _MODEL = (
@@ -57,8 +71,8 @@ _MODEL = (
     "head_dim",
     "sliding_window",
 )
+_FINGERPRINTED = 64  # parameters of a model that its fingerprint looks at, at most
 _ROWS = {"of": "rows"}  # stands for arrays among saved options: the rows have them
-_STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
 
 
 # ---- token ids -----------------------------------------------------------------------------------
@@ -73,8 +87,8 @@ def _rows_layers(cache: Any) -> list[tuple[int, KvedgeLayer]]:
     ]
 
 
-def _length(cache: Any) -> int:
-    """Tokens that a cache has seen."""
+def length_of(cache: Any) -> int:
+    """Tokens that a cache has seen; KvedgeError if its layers are not at the same length."""
     held = _rows_layers(cache)
     lengths = {layer.get_seq_length() for _, layer in held}
     if len(lengths) > 1:
@@ -104,7 +118,7 @@ def _as_ids(token_ids: Any) -> torch.Tensor:
 
 def note_ids(cache: Any, token_ids: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the ids of the tokens held, of ids that may go on; and the layers' versions now."""
-    ids, length, held = _as_ids(token_ids), _length(cache), _rows_layers(cache)
+    ids, length, held = _as_ids(token_ids), length_of(cache), _rows_layers(cache)
     batch = len(held[0][1].rows) if held else ids.shape[0]
     if ids.shape[0] != batch or ids.shape[1] < length:
         raise ShapeMismatchError(
@@ -132,7 +146,7 @@ def _versions(cache: Any) -> tuple[int, ...]:
 
 def keep_prefix(cache: Any, token_ids: Any) -> int:
     """Keep the tokens that a prompt begins with; see :meth:`KvedgeCache.keep_prefix`."""
-    ids, length = _as_ids(token_ids), _length(cache)
+    ids, length = _as_ids(token_ids), length_of(cache)
     if length == 0:
         return 0
     held = cache.token_ids
@@ -152,28 +166,45 @@ def keep_prefix(cache: Any, token_ids: Any) -> int:
     if kept == 0:
         cache.reset()
     elif kept < length:
-        for index, layer in enumerate(cache.layers):
-            _check_goes_back(index, layer, kept, length)
-        cache.crop(kept - length)
+        if why_not_back(cache, kept, length) is None:
+            cache.crop(kept - length)
+        else:
+            kept = go_back_to_checkpoint(cache, kept, length)
         cache.token_ids = held
     return kept
 
 
-def _check_goes_back(index: int, layer: Any, kept: int, length: int) -> None:
-    """Raise if a layer cannot go back to its first tokens."""
-    again = "reset() the cache and compute the prompt anew, or deepcopy() it before it goes on"
-    if _STATE is not None and isinstance(layer, _STATE):
-        raise InvalidArgumentError(
-            f"layer {index} has a linear-attention state, which cannot go back from {length} "
-            f"tokens to {kept}: {again}"
-        )
-    if isinstance(layer, KvedgeSlidingLayer) and layer.rows:
-        held = layer.num_held - (length - kept)
-        if held < min(kept, layer.sliding_window - 1):
-            raise InvalidArgumentError(
-                f"layer {index} cannot go back from {length} tokens to {kept}: its window of "
-                f"{layer.sliding_window} would need tokens that are gone: {again}"
+def why_not_back(cache: Any, kept: int, length: int) -> str | None:
+    """Why a cache cannot go back to its first tokens without a checkpoint; None: it can."""
+    for index, layer in enumerate(cache.layers):
+        if has_state(layer) and not layer.record_past:
+            return (
+                f"layer {index} has a linear-attention state, which cannot go back from {length} "
+                f"tokens to {kept}"
             )
+        if isinstance(layer, KvedgeSlidingLayer) and layer.rows:
+            held = layer.num_held - (length - kept)
+            if held < min(kept, layer.sliding_window - 1):
+                return (
+                    f"layer {index} cannot go back by {length - kept} tokens, from {length} to "
+                    f"{kept}: its window of {layer.sliding_window} would need tokens that are gone"
+                )
+    return None
+
+
+def go_back_to_checkpoint(cache: Any, kept: int, length: int, *, exactly: bool = False) -> int:
+    """Go back to the last checkpoint at no more tokens, or at so many exactly; returns them."""
+    one = cache._checkpoints.latest(kept)
+    if one is None or (exactly and one.length != kept):
+        there = ", ".join(map(str, cache.checkpoints)) or "none"
+        raise InvalidArgumentError(
+            f"{why_not_back(cache, kept, length)}, and no checkpoint serves (there are: {there}). "
+            "Call checkpoint() there or activate_past_recording() before the tokens that may have "
+            "to go; or reset() the cache and compute the prompt anew"
+        )
+    go_back(cache.layers, one)
+    cache._checkpoints.drop_after(one.length)
+    return one.length
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -214,7 +245,7 @@ def _from_0(layer: LayerContents, store: LayerStore) -> LayerContents:
     if store.config.in_runs and layer.num_tokens:  # its own rows have no bytes
         first = first // RUN * RUN
         rows = [np.zeros((end - first, *array.shape[1:]), array.dtype) for array in layer.arrays]
-        parts = contents_of(store.held(), first, end, copy=False)
+        parts = contents_of(store.held(), store.config, first, end, copy=False)
         layer = LayerContents(
             *(rows[0], rows[1], rows[2], rows[3], layer.key_map), parts=parts, turns=layer.turns
         )
@@ -222,7 +253,7 @@ def _from_0(layer: LayerContents, store: LayerStore) -> LayerContents:
     return replace(layer, num_dropped=0, turns=turns)
 
 
-def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
+def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any, of: Any) -> None:
     """Write a conversation; see :meth:`KvedgeCache.save`."""
     check_folder(path, _INDEX)
     folder = checked_path(path)
@@ -232,21 +263,17 @@ def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any) -> None:
             "returned"
         )
     ids, _ = note_ids(cache, token_ids)
-    for index, layer in enumerate(cache.layers):
-        if _STATE is not None and isinstance(layer, _STATE):
-            raise InvalidArgumentError(
-                f"layer {index} has a linear-attention state, which save() does not write"
-            )
+    weights = {} if of is None else {"weights": fingerprint(of)}
     os.makedirs(folder, exist_ok=True)
     with locked(folder):
-        _write(cache, model, os.path.realpath(folder), ids)
+        _write(cache, {**model, **weights}, os.path.realpath(folder), ids)
 
 
 def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) -> None:
     """Write a checked conversation to a folder, then remove what was there before."""
     conversation = secrets.token_hex(8)
     index = os.path.join(folder, _INDEX)
-    files, places = [], {}
+    files, places, files_kept = [], {}, []
     for number, rows in enumerate(_groups(cache)):
         files.append(f"rows-{conversation}-{number}.safetensors")
         save_session(_Rows(rows, conversation), os.path.join(folder, files[-1]), like=index)
@@ -262,13 +289,22 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
         if any(layer.padding):
             layers[number]["padding"] = layer.padding
     padded = any(layer and "padding" in layer for layer in layers)
+    tensors, states = _states_of(cache)
+    if states:
+        name = f"states-{conversation}-0.safetensors"
+        data = safetensors.torch.save(tensors)
+        states = {**states, "file": name, "sha256": hashlib.sha256(data).hexdigest()}
+        files_kept.append(name)
+        with replacing(os.path.join(folder, name), like=index) as file:
+            file.write(data)
     fields = {
-        **(_PADDED if padded else _FORMAT),
+        **(_STATES if states else _PADDED if padded else _FORMAT),
         "conversation": conversation,
         "model": model,
         "options": _saved_options(cache._options),
         "files": files,
         "layers": layers,
+        **({"states": states} if states else {}),
         "token_ids": ids.tolist(),
     }
     fields["sha256"] = _digest(fields)
@@ -276,9 +312,25 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
         file.write(json.dumps(fields).encode())
     remove_abandoned(folder, _FILE.pattern)
     for name in os.listdir(folder):  # those of conversations that were there, or were broken off
-        if _FILE.fullmatch(name) and name not in files:
+        if _FILE.fullmatch(name) and name not in (*files, *files_kept):
             with suppress(OSError):
                 os.unlink(os.path.join(folder, name))
+
+
+def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All states of a cache: tensors by name, and what the JSON has of them."""
+    tensors: dict[str, torch.Tensor] = {}
+    has_previous: dict[str, list[bool]] = {}
+    for index, layer in enumerate(cache.layers):
+        if not has_state(layer):
+            continue
+        mark = mark_of(layer)
+        has_previous[str(index)] = [mark.has_previous[i] for i in sorted(mark.has_previous)]
+        for kind, states in (("conv", mark.conv), ("recurrent", mark.recurrent)):
+            for i, state in states.items():
+                if state is not None:
+                    tensors[f"layers.{index}.{kind}.{i}"] = state.contiguous()
+    return tensors, {"has_previous": has_previous} if has_previous else {}
 
 
 def _groups(cache: Any) -> Iterator[list[Any]]:
@@ -321,23 +373,56 @@ def _digest(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
 
 
+def fingerprint(model: Any) -> str:
+    """A digest of a few rows of a model's weights, rounded to bfloat16: of one checkpoint's.
+
+    Raises
+    ------
+    InvalidArgumentError
+        It is no model, or its weights are not in memory.
+    """
+    named = getattr(model, "named_parameters", None)
+    weights = sorted(named(), key=lambda item: item[0]) if named is not None else []
+    if not weights or any(weight.is_meta for _, weight in weights):
+        raise InvalidArgumentError(
+            f"the weights that a conversation is with are those of a model in memory, not of "
+            f"{type(model).__name__}"
+        )
+    digest = hashlib.sha256()
+    for name, weight in weights[:: -(-len(weights) // _FINGERPRINTED)]:
+        rows = weight.detach().reshape(-1, weight.shape[-1] if weight.ndim else 1)
+        few = rows[[0, len(rows) // 2, -1], :64].to("cpu", torch.bfloat16).contiguous()
+        digest.update(f"{name} {tuple(weight.shape)} ".encode())
+        digest.update(few.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
 # ---- loading -------------------------------------------------------------------------------------
 
 
-def read(path: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """Read a folder's JSON and rows: its fields, the options of the cache, each layer's rows."""
+class Saved(NamedTuple):
+    """What a folder holds."""
+
+    fields: dict[str, Any]  # of its JSON
+    options: dict[str, Any]  # of the cache
+    rows: list[Any]  # of each layer; None where it has none
+    states: dict[str, torch.Tensor]  # by their names
+
+
+def read(path: Any, config: Any, of: Any) -> Saved:
+    """Read the conversation with a model of a config; of `of`, a model, weights count as well."""
     folder = checked_path(path)
     with locked(folder, shared=True):
-        return _read(folder, config)
+        return _read(folder, config, of)
 
 
-def _read(folder: str, config: Any) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+def _read(folder: str, config: Any, of: Any) -> Saved:
     name = os.path.join(folder, _INDEX)
     with open(name, "rb") as file:
         text = file.read()
     try:
         fields = json.loads(text)
-        if {key: fields[key] for key in _FORMAT} not in (_FORMAT, _PADDED):
+        if {key: fields[key] for key in _FORMAT} not in (_FORMAT, _PADDED, _STATES):
             raise CorruptFileError(f"{name}: it is not a conversation that this kvedge can read")
         if fields["sha256"] != _digest(fields):
             raise CorruptFileError(f"{name}: it was changed or damaged")
@@ -346,19 +431,38 @@ def _read(folder: str, config: Any) -> tuple[dict[str, Any], dict[str, Any], lis
         if wrong:
             differ = ", ".join(f"{key} is {model[key]}, not {wanted[key]}" for key in wrong)
             raise InvalidArgumentError(f"{folder} is a conversation with another model: {differ}")
+        saved = model.get("weights")
+        if of is not None and saved is not None and saved != (own := fingerprint(of)):
+            raise InvalidArgumentError(
+                f"{folder} is a conversation with another checkpoint: its weights have the "
+                f"fingerprint {saved[:12]}, not {own[:12]}"
+            )
         files = [_read_rows(folder, file, fields["conversation"]) for file in fields["files"]]
         options = dict(fields["options"])
         rows = [
             layer and [_row_at(files, *place) for place in layer["rows"]]
             for layer in fields["layers"]
         ]
+        states = _read_states(folder, fields["states"]) if "states" in fields else {}
     except KvedgeError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(f"{name}: {type(error).__name__}: {error}") from error
     for name in [name for name, value in options.items() if value == _ROWS]:
         options[name] = [getattr(own[0], name) if own else None for own in rows]
-    return fields, options, rows
+    return Saved(fields, options, rows, states)
+
+
+def _read_states(folder: str, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+    name = saved["file"]
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a file of states")
+    with open(os.path.join(folder, name), "rb") as file:
+        data = file.read()
+    if hashlib.sha256(data).hexdigest() != saved["sha256"]:
+        raise CorruptFileError(f"{os.path.join(folder, name)}: it was changed or damaged")
+    tensors: dict[str, torch.Tensor] = safetensors.torch.load(data)
+    return tensors
 
 
 def _row_at(files: list[Any], file: int, place: int, gap: int = 0) -> Any:
@@ -389,23 +493,43 @@ def _padding(saved: Any, rows: list[Any]) -> list[int]:
     return padding
 
 
-def fill(cache: Any, fields: dict[str, Any], rows: list[Any], path: Any) -> None:
+def fill(cache: Any, saved: Saved, path: Any) -> None:
     """Let an empty cache hold what was read."""
+    fields, rows = saved.fields, saved.rows
     try:
         if len(rows) != len(cache.layers):
             raise ValueError(f"{len(rows)} layers, and the model has {len(cache.layers)}")
-        for layer, saved, own in zip(cache.layers, fields["layers"], rows, strict=True):
-            if saved is None:
+        for layer, of_rows, own in zip(cache.layers, fields["layers"], rows, strict=True):
+            if of_rows is None:
                 continue
             if not isinstance(layer, KvedgeLayer):
                 raise ValueError("rows of a layer that holds none")
             layer.rows = own
-            layer.padding = _padding(saved.get("padding"), own)
-            layer.dtype = getattr(torch, saved["dtype"])
+            layer.padding = _padding(of_rows.get("padding"), own)
+            layer.dtype = getattr(torch, of_rows["dtype"])
             layer.is_initialized = True
             layer.version += 1
             if isinstance(layer, KvedgeSlidingLayer):
-                layer.cumulative_length = saved["tokens"]
+                layer.cumulative_length = of_rows["tokens"]
+        _fill_states(cache, fields.get("states", {}).get("has_previous", {}), saved.states)
         cache.token_ids = fields["token_ids"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(f"{os.path.join(checked_path(path), _INDEX)}: {error}") from error
+
+
+def _fill_states(
+    cache: Any, has_previous: dict[str, list[bool]], tensors: dict[str, torch.Tensor]
+) -> None:
+    for index, layer in enumerate(cache.layers):
+        saved = has_previous.get(str(index))
+        if has_state(layer) != (saved is not None):
+            raise ValueError(f"layer {index} has a state and none was saved, or the reverse")
+        if saved is None:
+            continue
+        if len(saved) != layer.number_of_states:
+            raise ValueError(f"layer {index} has {layer.number_of_states} states, not {len(saved)}")
+        conv, recurrent = (
+            {i: tensors.get(f"layers.{index}.{kind}.{i}") for i in range(len(saved))}
+            for kind in ("conv", "recurrent")
+        )
+        put(layer, StateMark(conv, recurrent, dict(enumerate(map(bool, saved)))))

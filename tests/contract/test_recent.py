@@ -17,6 +17,7 @@ from helpers.precise import (
     cache_of,
     layer_of,
     read,
+    read_by,
     rows,
 )
 from helpers.reference import attention
@@ -96,10 +97,11 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("num_rows", [1, 7, 200])
 def test_attention_is_that_over_what_is_read(dtype, options, num_rows):
-    layer = new_layer(dtype, recent=20, sinks=4)
-    layer.extend(*rows(3, 200))
+    layer, tokens = new_layer(dtype, recent=20, sinks=4), rows(3, 200)
+    layer.extend(*tokens)
     query = rows(4, num_rows)[0].repeat(2, axis=1)
     options = OPTIONS[options]
+    by_rows = read_by(layer, tokens, num_rows)
     slopes = np.array([0.1, -0.2, 0.0, 0.3], np.float32)
     learned = np.array([0.5, -2, 3, 0], np.float32)
     mask = np.random.default_rng(5).random((4, num_rows, 200)) < 0.8
@@ -114,12 +116,33 @@ def test_attention_is_that_over_what_is_read(dtype, options, num_rows):
         given = {**options, **more}
         out, lse = layer.attend(query, return_lse=True, **given)
         given.pop("precision_bits", None)
-        wanted, wanted_lse = attention(query, *read(layer), **given)
+        wanted, wanted_lse = attention(query, *by_rows, **given)
         np.testing.assert_allclose(out, wanted, atol=2e-4 * np.abs(wanted).max())
         np.testing.assert_allclose(lse, wanted_lse, atol=5e-4)
     np.testing.assert_array_equal(
         layer.attend(query[-1], **options), layer.attend(query[-1:], **options)[0]
     )
+
+
+@pytest.mark.parametrize("dtype", ["int4", "kivi4"])
+@pytest.mark.parametrize("cuts", [(300, 50), (350,), (100, 200, 1), (50, 3, 70)])
+def test_a_prompt_is_read_as_exactly_as_a_token(dtype, cuts):
+    """Whatever its chunks, each query reads the last tokens before it; then their room is free."""
+    layer, tokens, queries = new_layer(dtype, recent=20), rows(3, 360), rows(4, 360)[0]
+    start = 0
+    for n in cuts:
+        layer.extend(*tokens[:, start : start + n])
+        start += n
+        query = queries[start - n : start].repeat(2, axis=1)
+        wanted, _ = attention(query, *read_by(layer, tokens[:, :start], n))
+        np.testing.assert_allclose(layer.attend(query), wanted, atol=2e-4 * np.abs(wanted).max())
+    one_by_one = new_layer(dtype, recent=20)
+    for t in range(start):
+        one_by_one.push(*tokens[:, t])
+    for each in (layer, one_by_one):
+        each.extend(*tokens[:, start : start + 1])
+    assert bits(layer) == bits(one_by_one)
+    assert layer.memory_bytes <= one_by_one.memory_bytes
 
 
 def test_other_maps_of_keys_go_along():
@@ -170,7 +193,8 @@ def test_a_rejected_draft_leaves_no_trace(dtype):
 def test_tokens_gone_back_to_before_the_last_ones_stay_as_they_are_stored():
     tokens = rows(11, 400)
     layer = new_layer(recent=16)
-    layer.extend(*tokens)
+    layer.extend(*tokens[:, :399])
+    layer.extend(*tokens[:, 399:])
     layer.truncate(100)
     np.testing.assert_array_equal(read(layer), through("int4", tokens[:, :100]))
     layer.extend(*tokens[:, :5])

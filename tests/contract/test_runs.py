@@ -20,6 +20,7 @@ from helpers.precise import (
     cache_of,
     layer_of,
     read,
+    read_by,
     rows,
 )
 from helpers.reference import attention
@@ -229,8 +230,9 @@ def test_keys_beside_runs_of_values_have_a_scale_and_an_offset(keys, recent_dtyp
 @pytest.mark.parametrize("num_rows", [1, 7, 190])
 @pytest.mark.parametrize("options", ATTENDS)
 def test_attention_is_that_over_what_is_read(dtype, num_rows, options):
-    layer = new_layer(dtype, recent=20, sinks=5)
-    layer.extend(*rows(3, 190))
+    layer, tokens = new_layer(dtype, recent=20, sinks=5), rows(3, 190)
+    layer.extend(*tokens)
+    by_rows = read_by(layer, tokens, num_rows)
     query = rows(4, num_rows)[0].repeat(2, axis=1)
     mask = np.random.default_rng(5).random((4, num_rows, 190)) < 0.8
     slopes = np.array([0.1, -0.2, 0.0, 0.3], np.float32)
@@ -238,7 +240,7 @@ def test_attention_is_that_over_what_is_read(dtype, num_rows, options):
     for more in ({}, {"alibi_slopes": slopes}, {"sink_logits": learned}, {"mask": mask}):
         given_options = {**options, **more}
         out, lse = layer.attend(query, return_lse=True, **given_options)
-        wanted, wanted_lse = attention(query, *read(layer), **given_options)
+        wanted, wanted_lse = attention(query, *by_rows, **given_options)
         np.testing.assert_allclose(out, wanted, atol=2e-4 * np.abs(wanted).max())
         np.testing.assert_allclose(lse, wanted_lse, atol=5e-4)
     wanted = 24**-0.5 * np.einsum("hd,thd->ht", query[-1], layer.keys().repeat(2, axis=1))
@@ -320,7 +322,8 @@ def test_stored_bytes_do_not_depend_on_how_tokens_come(cuts, dtype):
 def test_going_back_into_a_run_keeps_what_is_read(dtype, n):
     layer = new_layer(dtype, recent=8)
     tokens = rows(11, 500)
-    layer.extend(*tokens)
+    layer.extend(*tokens[:, :499])
+    layer.extend(*tokens[:, 499:])
     before = read(layer)[:, :n]
     layer.truncate(n)
     np.testing.assert_array_equal(read(layer), before)

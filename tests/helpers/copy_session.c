@@ -120,6 +120,8 @@ static void attend(const kvedge_session_layer *of, const kvedge_layer *layer, co
   kvedge_attention_options options;
   kvedge_attention_defaults(&options);
   options.window = of->window;
+  kvedge_session_layer read = *of; /* as kvedge.h says: all that is recent to the first row */
+  if (read.recent) read.recent += (int)num_rows - 1;
   const ptrdiff_t row = config.head_dim * (ptrdiff_t)sizeof(float),
                   wide = config.value_head_dim * (ptrdiff_t)sizeof(float);
   const kvedge_attention_call call = {
@@ -128,7 +130,7 @@ static void attend(const kvedge_session_layer *of, const kvedge_layer *layer, co
       .out = {out,   KVEDGE_TYPE_FLOAT32, num_heads * wide, wide},
       .options = &options,
       .parts = at,
-      .num_parts = kvedge_session_attended(of, layer, parts, at)
+      .num_parts = kvedge_session_attended(&read, layer, parts, at)
   };
   DO(kvedge_attend_layers(&call, 1, num_heads, 1));
 }

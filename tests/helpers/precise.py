@@ -40,6 +40,15 @@ def read(layer):
     return np.stack([layer.keys(), layer.values()])
 
 
+def read_by(layer, tokens, num_rows):
+    """What query rows at the end read of tokens, the last `num_rows` or more appended at once."""
+    made, start = read(layer), max(0, len(layer) - layer.recent - (num_rows - 1))
+    precise = layer_of(layer.recent_dtype)
+    precise.extend(*tokens[:, start:])
+    made[:, start:] = read(precise)
+    return made
+
+
 def bits(layer):
     """All that two equal layers have in common."""
     query = np.random.default_rng(1).standard_normal((4, DIM)).astype(np.float32)

@@ -68,7 +68,7 @@ def attend_batch(
     to = target.rows[:, np.newaxis] if single else target.rows
     for i, store in enumerate(stores):
         own = _own_options(made, i, lengths[i], starts[i])
-        lse[i] = attention.attend(store.stored(held[i]), rows[i], own, to[i])
+        lse[i] = attention.attend(store.stored(held[i], len(rows[i])), rows[i], own, to[i])
     if not made.return_lse:
         return target.finish()
     if single:

@@ -281,7 +281,7 @@ class LayerStore:
         reads = (arrays.memory_of(query, "query"), *memory_of(self, held), *made.arrays())
         target = arrays.as_target(out, self.config.out_shape(given), reads=reads, layout=layout)
         to = target.rows[np.newaxis] if single else target.rows
-        lse = attention.attend(self.stored(held), rows, made, to)
+        lse = attention.attend(self.stored(held, n_rows), rows, made, to)
         if not made.return_lse:
             return target.finish()
         return target.finish(), (lse[0] if single else lse.T if layout == "hnd" else lse)
@@ -291,9 +291,9 @@ class LayerStore:
         scale = default_scale(rows.shape[2]) if scale is None else checks.as_float(scale, "scale")
         return attention.scores(self.stored(self.held()), rows, scale)
 
-    def stored(self, held: Held) -> attention.Stored:
+    def stored(self, held: Held, num_rows: int = 1) -> attention.Stored:
         parts = []
-        for part in parts_of(held, self.config):
+        for part in parts_of(held, self.config, num_rows):
             own = held if part.store is None else part.store.held()
             config = self.config if part.store is None else part.store.config
             for start, stop, turn in ranges_of(self.turns, held.num_dropped, part):

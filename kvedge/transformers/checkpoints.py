@@ -1,0 +1,166 @@
+"""Moments of a conversation that a cache can go back to.
+
+Keys and values of full attention stay where they are, so going back drops the last ones. A state is
+written over and a window's tokens are dropped: a checkpoint has copies of these, and of the last
+tokens that a layer holds in ``recent_dtype``. Computing on from a checkpoint gives the bits of a
+cache that has never gone further.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvedge.layer.copies import RowMark, mark_of_row, return_to_mark
+from kvedge.layer.layer import store_of
+from kvedge.transformers import states
+from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
+
+__all__ = ["Checkpoint", "Checkpoints", "go_back", "take"]
+
+
+class _Rows(NamedTuple):
+    """The rows of a layer with full attention."""
+
+    marks: list[RowMark]
+    padding: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(mark.num_bytes for mark in self.marks)
+
+
+class _Window(NamedTuple):
+    """The rows of a layer with a window, copied."""
+
+    rows: list[Any]
+    padding: list[int]
+    cumulative_length: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(row.memory_bytes for row in self.rows)
+
+
+class Checkpoint(NamedTuple):
+    """A moment of a cache; nothing in it changes."""
+
+    length: int  # tokens seen
+    rows: list[_Rows | _Window | None]  # of each layer
+    states: list[states.StateMark | None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(each.num_bytes for each in (*self.rows, *self.states) if each is not None)
+
+
+def take(layers: list[Any], length: int) -> Checkpoint:
+    """A checkpoint of the layers of a cache, which all have seen `length` tokens."""
+    return Checkpoint(
+        length,
+        [_rows_of(layer) if isinstance(layer, KvedgeLayer) else None for layer in layers],
+        [states.mark_of(layer) if states.has_state(layer) else None for layer in layers],
+    )
+
+
+def _rows_of(layer: KvedgeLayer) -> _Rows | _Window:
+    if isinstance(layer, KvedgeSlidingLayer):
+        rows = [row.copy() for row in layer.rows]
+        return _Window(rows, list(layer.padding), layer.cumulative_length)
+    return _Rows([mark_of_row(store_of(row)) for row in layer.rows], list(layer.padding))
+
+
+def go_back(layers: list[Any], to: Checkpoint) -> None:
+    """Let layers be as they were at a checkpoint; they have only been appended to since."""
+    for layer, rows, state in zip(layers, to.rows, to.states, strict=True):
+        if rows is not None:
+            layer.version += 1
+            layer.padding = list(rows.padding)
+            layer.forget_begun()
+        if isinstance(rows, _Window):
+            layer.rows = [row.copy() for row in rows.rows]
+            layer.cumulative_length = rows.cumulative_length
+        elif rows is not None:
+            for row, mark in zip(layer.rows, rows.marks, strict=True):
+                return_to_mark(store_of(row), mark)
+        if state is not None:
+            states.put(layer, state)
+
+
+class Checkpoints:
+    """The checkpoints of a cache, oldest first.
+
+    Old ones thin out: what goes is the one whose neighbours are nearest to each other, in
+    proportion to how long ago it was.
+
+    Parameters
+    ----------
+    most : int
+        So many are held.
+    most_bytes : int or None
+        So many bytes they take together at most.
+    every : int
+        Tokens after which one is taken where nothing else gives cause.
+    """
+
+    def __init__(self, most: int, most_bytes: int | None, every: int) -> None:
+        self.most, self.most_bytes, self.every = most, most_bytes, every
+        self._held: list[Checkpoint] = []
+        self._was_prompt = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoints:
+        """Share the checkpoints, which do not change."""
+        other = Checkpoints(self.most, self.most_bytes, self.every)
+        other._held, other._was_prompt = list(self._held), self._was_prompt
+        return other
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that had been seen at each."""
+        return [one.length for one in self._held]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(one.num_bytes for one in self._held)
+
+    def is_due(self, length: int, tokens: int) -> bool:
+        """Whether one is to be taken at a length, before so many tokens more are computed.
+
+        It is at the end of a prompt, at the end of a turn (what comes next is a prompt), and
+        `every` so many tokens.
+        """
+        was_prompt, self._was_prompt = self._was_prompt, tokens > 1
+        last = self._held[-1].length if self._held else 0
+        if not self.most or length in (0, last):
+            return False
+        return was_prompt or tokens > 1 or length - last >= self.every
+
+    def add(self, one: Checkpoint) -> None:
+        """Hold another one, later than the others, and let go of what is too much."""
+        self.drop_after(one.length - 1)
+        self._held.append(one)
+        while len(self._held) > max(self.most, 1) or (
+            self.most_bytes is not None and self._held and self.num_bytes > self.most_bytes
+        ):
+            del self._held[self._least_needed()]
+
+    def _least_needed(self) -> int:
+        """Which one goes; the latest only where it is the only one."""
+        at, end = self.lengths, self._held[-1].length
+        gap = [
+            (at[i + 1] - (at[i - 1] if i else 0)) / (end - at[i] + 1) for i in range(len(at) - 1)
+        ]
+        return gap.index(min(gap)) if gap else 0
+
+    def latest(self, length: int) -> Checkpoint | None:
+        """The last one at which at most so many tokens had been seen."""
+        return next((one for one in reversed(self._held) if one.length <= length), None)
+
+    def drop_after(self, length: int) -> None:
+        """Let go of those at which more tokens had been seen."""
+        self._held = [one for one in self._held if one.length <= length]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._held, self._was_prompt = [], False

@@ -1,0 +1,71 @@
+"""States of linear attention and convolutions: transformers' own tensors, read and put back.
+
+A state is all that such a layer keeps of the past, and is written over at each step. So going back
+needs a copy, and so does a conversation that is saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import cache_utils
+
+__all__ = ["StateMark", "has_state", "mark_of", "put"]
+
+_STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
+
+
+class StateMark(NamedTuple):
+    """The states of one layer at one moment, by their numbers; None where one was not there yet."""
+
+    conv: dict[int, torch.Tensor | None]
+    recurrent: dict[int, torch.Tensor | None]
+    has_previous: dict[int, bool]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        held = (*self.conv.values(), *self.recurrent.values())
+        return sum(0 if state is None else state.nbytes for state in held)
+
+
+def has_state(layer: Any) -> bool:
+    """Whether a cache layer has states, beside keys and values or instead of them."""
+    return _STATE is not None and isinstance(layer, _STATE)
+
+
+def mark_of(layer: Any) -> StateMark:
+    """Copies of a layer's states as they are now."""
+    conv: dict[int, torch.Tensor | None] = dict.fromkeys(layer.conv_states)
+    recurrent: dict[int, torch.Tensor | None] = dict.fromkeys(layer.recurrent_states)
+    for i in conv:
+        if layer.is_conv_states_initialized[i]:  # a recorded past is longer than the kernel
+            conv[i] = layer.conv_states[i][..., -layer.conv_kernel_size[i] :].detach().clone()
+        if layer.is_recurrent_states_initialized[i]:
+            recurrent[i] = layer.recurrent_states[i].detach().clone()
+    return StateMark(conv, recurrent, dict(layer.has_previous_state))
+
+
+def put(layer: Any, mark: StateMark) -> None:
+    """Let a layer have the states of a mark; those that were not there begin anew."""
+    for i, has_previous in mark.has_previous.items():
+        conv, recurrent = mark.conv[i], mark.recurrent[i]
+        if conv is not None:
+            if not layer.is_conv_states_initialized[i]:
+                _initialize(layer, conv_states=conv, state_idx=i)
+            layer.conv_states[i] = conv.clone()
+        elif layer.is_conv_states_initialized[i]:
+            layer.conv_states[i].zero_()
+        if recurrent is not None:
+            if not layer.is_recurrent_states_initialized[i]:
+                _initialize(layer, recurrent_states=recurrent, state_idx=i)
+            layer.recurrent_states[i].copy_(recurrent)
+        elif layer.is_recurrent_states_initialized[i]:
+            layer.recurrent_states[i].zero_()
+        layer.has_previous_state[i] = has_previous
+
+
+def _initialize(layer: Any, **of_state: Any) -> None:
+    assert _STATE is not None
+    _STATE.lazy_initialization(layer, **of_state)  # type: ignore[attr-defined]
