@@ -152,6 +152,10 @@ typedef struct {
   int group_size;     /* channels that share a scale; 0, or more than a row has: the whole row */
   int value_head_dim; /* channels of a value, where they are not head_dim: 1..1024; 0: head_dim */
   int value_format;   /* KVEDGE_VALUES(a kvedge_format) of the values, where `format` is that of the keys; 0: both */
+  int value_rotation; /* 1: values are stored rotated; 0: as they are. What attention and kvedge_layer_get_* give is
+                       * rotated back. A Hadamard matrix spreads what one channel has over the 2^k, the most that
+                       * divide value_head_dim, so that all share what encoding loses. Values that are not finite once
+                       * they are rotated are refused */
 } kvedge_layer_config;
 #define KVEDGE_VALUES(format) (1 + (int)(format))
 

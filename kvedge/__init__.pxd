@@ -57,6 +57,7 @@ cdef extern from "kvedge.h" nogil:
         int group_size
         int value_head_dim
         int value_format
+        int value_rotation
 
     ctypedef struct kvedge_slabs:
         void *key_codes

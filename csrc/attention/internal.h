@@ -64,6 +64,7 @@ typedef struct {
   int num_kv_heads;
   const float *key_offset; /* (num_kv_heads, head_dim) or NULL */
   const float *key_scale;  /* (num_kv_heads, head_dim) or NULL */
+  int values_rotated;      /* channels of values that are rotated together, or 0 */
   int64_t len;             /* tokens in all segments */
   int num_segments;        /* of runs each begins with one, and ends with one unless it is the last */
   const kvedge_segment *segments;

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "attention/internal.h"
+#include "store/rotation.h"
 
 /* total += partial, of one query: maximum, sum and accumulator. */
 static void merge(const kvedge_attention *a, const kvedge_queries *q, size_t state, kvedge_partial *total,
@@ -33,11 +34,16 @@ static double join_sink(double sink, double *log_sum) {
   return share;
 }
 
-/* A row of the output: acc * factor. */
+/* A row of the output: acc * factor, rotated back. */
 static void write_row(const kvedge_attention *a, const float *acc, float factor, int64_t row, int head) {
   const int dim = a->view.side[VALUES].shape.dim, is_float32 = a->out.type == KVEDGE_TYPE_FLOAT32;
-  float room[KVEDGE_MAX_HEAD_DIM];
+  const int rotated = a->view.values_rotated;
+  float room[KVEDGE_MAX_HEAD_DIM], sums[KVEDGE_MAX_HEAD_DIM];
   void *out = kvedge_array_at(&a->out, row, head);
+  if (rotated) {
+    kvedge_rotate_sums(acc, dim, rotated, sums);
+    acc = sums, factor /= sqrtf((float)rotated);
+  }
   a->kernels->scale_row(acc, dim, factor, 1.0f / a->factor[VALUES], is_float32 ? out : room);
   if (!is_float32) kvedge_narrow(a->out.type, room, dim, out);
 }

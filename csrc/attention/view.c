@@ -49,6 +49,7 @@ kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_atte
       .num_kv_heads = layer->config.num_kv_heads,
       .key_offset = layer->keys.offset,
       .key_scale = layer->keys.scale,
+      .values_rotated = layer->values.rotated,
       .len = len,
       .num_segments = 1,
       .segments = segment

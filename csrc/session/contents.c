@@ -121,6 +121,7 @@ int kvedge_same_rows(const kvedge_layer_config *a, const kvedge_layer_config *b)
   if (a->format != b->format || kvedge_side_format(a, 1) != kvedge_side_format(b, 1)) return 0;
   if (a->num_kv_heads != b->num_kv_heads) return 0;
   if (a->head_dim != b->head_dim || a->value_head_dim != b->value_head_dim) return 0;
+  if (a->value_rotation != b->value_rotation) return 0;
   if (!kvedge_has_scales(a)) return 1;
   return a->group_size == b->group_size && a->scale_type == b->scale_type;
 }
@@ -222,6 +223,9 @@ static const char *value_format_name(const kvedge_layer_config *stored) {
   return strcmp(name, format_name(stored)) ? name : "";
 }
 
+/* By which matrix values are rotated; "": by none. */
+static const char *rotation_name(const kvedge_layer_config *stored) { return stored->value_rotation ? "hadamard" : ""; }
+
 /* The format of first and last tokens; "": there are none. */
 static const char *recent_format_name(const kvedge_session_layer *layer) {
   return layer->last.config.capacity ? kvedge_format_of(layer->last.config.format)->name : "";
@@ -279,6 +283,7 @@ static int put_own(kvedge_output *out, const kvedge_session_layer *layer, const 
   put_if_other(&m, "value_head_dim", own->value_head_dim, common->value_head_dim);
   put_text_if_other(&m, "dtype", format_name(own), format_name(common));
   put_text_if_other(&m, "value_dtype", value_format_name(own), value_format_name(common));
+  put_text_if_other(&m, "value_rotation", rotation_name(own), rotation_name(common));
   if (!has_scales) {
     if (common_has_scales) put_text(&m, "group_size", ""), put_text(&m, "scale_dtype", "");
   } else {
@@ -367,6 +372,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   }
   if (*value_format_name(config)) put_text(&m, "value_dtype", value_format_name(config));
   if (config->value_head_dim != config->head_dim) put_digits(&m, "value_head_dim", 1, config->value_head_dim);
+  if (config->value_rotation) put_text(&m, "value_rotation", rotation_name(config));
   kvedge_put_text(out, "}");
 }
 

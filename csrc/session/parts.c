@@ -26,7 +26,7 @@ static kvedge_layer_config with_groups(kvedge_layer_config config, int has_group
 
 kvedge_layer_config kvedge_precise_config(const kvedge_layer_config *stored, kvedge_format format) {
   kvedge_layer_config config = *stored;
-  config.format = format, config.value_format = 0, config.capacity = 1;
+  config.format = format, config.value_format = 0, config.capacity = 1, config.value_rotation = 0;
   return with_groups(config, kvedge_has_scales(&config) && kvedge_has_scales(stored));
 }
 

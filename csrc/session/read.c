@@ -29,6 +29,7 @@ enum {
   SINKS,
   VALUE_DTYPE,
   VALUE_HEAD_DIM,
+  VALUE_ROTATION,
   NUM_FIELDS
 };
 
@@ -52,6 +53,7 @@ static const char *const field_names[NUM_FIELDS] = {
     [SINKS] = "sinks",
     [VALUE_DTYPE] = "value_dtype",
     [VALUE_HEAD_DIM] = "value_head_dim",
+    [VALUE_ROTATION] = "value_rotation",
 };
 
 enum { LONGEST_FIELD = 72 };
@@ -199,6 +201,12 @@ static int read_value_format(const char *name, kvedge_layer_config *config) {
   return !*name || format;
 }
 
+/* "": they are not rotated. */
+static int read_rotation(const char *name, kvedge_layer_config *config) {
+  config->value_rotation = !strcmp(name, "hadamard");
+  return !*name || config->value_rotation;
+}
+
 /* Rows without scales are one group, of no text. */
 static const char *read_first_layer(header *head) {
   kvedge_layer_config *config = &head->first.config;
@@ -213,6 +221,8 @@ static const char *read_first_layer(header *head) {
   if (head->has[VALUE_HEAD_DIM] && (!small_number_of(head->field[VALUE_HEAD_DIM], &config->value_head_dim) ||
                                     config->value_head_dim == config->head_dim))
     return "its value_head_dim is no number, or its head_dim";
+  if (head->has[VALUE_ROTATION] && (!read_rotation(head->field[VALUE_ROTATION], config) || !config->value_rotation))
+    return "its value_rotation is none that this library knows";
   if (kvedge_has_scales(config)) {
     if (!small_number_of(head->field[GROUP_SIZE], &config->group_size)) return "its group_size is no number";
     if (!scale_type_named(head->field[SCALE_DTYPE], &config->scale_type)) return "its scale_dtype is unknown";
@@ -351,6 +361,7 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
   if (!strcmp(name, "dtype")) return read_format(text, config);
   if (!strcmp(name, "recent_dtype")) return is_text && read_recent_format(text, layer);
   if (!strcmp(name, "value_dtype")) return is_text && read_value_format(text, config);
+  if (!strcmp(name, "value_rotation")) return is_text && read_rotation(text, config);
   if (!strcmp(name, "scale_dtype")) return memcpy(scale_type, text, sizeof text), is_text;
   if (!strcmp(name, "window")) return layer->window = number, 1;
   if (!strcmp(name, "dropped")) return layer->dropped = number, 1;

@@ -12,7 +12,7 @@ static int stored_alike(const kvedge_layer_config *one, const kvedge_layer_confi
   return one->format == other->format && one->value_format == other->value_format &&
          one->scale_type == other->scale_type && one->num_kv_heads == other->num_kv_heads &&
          one->head_dim == other->head_dim && one->value_head_dim == other->value_head_dim &&
-         one->group_size == other->group_size;
+         one->group_size == other->group_size && one->value_rotation == other->value_rotation;
 }
 
 kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to) {

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "store/rotation.h"
 #include "system/dispatch.h"
 #include "system/pages.h"
 #include "system/float_mode.h"
@@ -20,6 +21,7 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (given->value_head_dim < 0 || given->value_head_dim > KVEDGE_MAX_HEAD_DIM) return 0;
   if (!kvedge_side_format(given, 0) || !kvedge_side_format(given, 1)) return 0;
   if (given->scale_type != KVEDGE_SCALE_FLOAT32 && given->scale_type != KVEDGE_SCALE_FLOAT16) return 0;
+  if (given->value_rotation != 0 && given->value_rotation != 1) return 0;
   *config = *given;
   if (config->value_head_dim == 0) config->value_head_dim = config->head_dim;
   if (config->value_format == 0) config->value_format = KVEDGE_VALUES(config->format);
@@ -49,7 +51,9 @@ static kvedge_side keys_of(const kvedge_layer_config *config) {
 }
 
 static kvedge_side values_of(const kvedge_layer_config *config) {
-  return side_of(config, kvedge_side_format(config, 1), config->value_head_dim);
+  kvedge_side side = side_of(config, kvedge_side_format(config, 1), config->value_head_dim);
+  if (config->value_rotation) side.rotated = kvedge_rotated_together(config->value_head_dim);
+  return side;
 }
 
 /* Elements of a key offset or scale, (num_kv_heads, head_dim). */

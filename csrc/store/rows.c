@@ -5,13 +5,14 @@
 #include <math.h>
 #include <string.h>
 
+#include "store/rotation.h"
 #include "system/bits.h"
 #include "system/dispatch.h"
 
-static int is_mapped(const kvedge_side *side) { return side->offset || side->scale; }
+static int is_mapped(const kvedge_side *side) { return side->offset || side->scale || side->rotated; }
 
-/* A row of the caller's as it is to be encoded: less the offset, over the scale, as floats; in `room` where it does
- * not lie so. */
+/* A row of the caller's as it is to be encoded: less the offset, over the scale, rotated, as floats; in `room` where it
+ * does not lie so. */
 static const float *mapped(const kvedge_side *side, const kvedge_array *rows, int64_t token, int head,
                            float room[KVEDGE_MAX_HEAD_DIM]) {
   const int dim = side->shape.dim;
@@ -23,6 +24,10 @@ static const float *mapped(const kvedge_side *side, const kvedge_array *rows, in
   }
   if (side->scale) {
     for (int d = 0; d < dim; d++) room[d] = x[d] / side->scale[at + d];
+    x = room;
+  }
+  if (side->rotated) {
+    kvedge_rotate_channels(x, side->rotated, 0, dim, room);
     x = room;
   }
   return x;
@@ -47,6 +52,15 @@ kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *row
   return isinf(*bound) ? KVEDGE_ERROR_SCALE : KVEDGE_OK;
 }
 
+/* Some channels of the tokens of a run, rotated. */
+static void rotate_run(const kvedge_side *side, const kvedge_array *rows, int64_t first, int head, int channel,
+                       int count, float *to) {
+  float room[KVEDGE_MAX_HEAD_DIM];
+  for (int64_t token = first; token < first + KVEDGE_RUN; token++, to += count)
+    kvedge_rotate_channels(kvedge_array_row(rows, token, head, side->shape.dim, room), side->rotated, channel, count,
+                           to);
+}
+
 static void store_runs(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at) {
   const int dim = side->shape.dim;
   float x[KVEDGE_RUN * KVEDGE_RUN_CHANNELS];
@@ -57,7 +71,8 @@ static void store_runs(const kvedge_side *side, const kvedge_array *rows, int64_
       const ptrdiff_t group_bytes = KVEDGE_RUN_CHANNELS * kvedge_element_bytes(rows->type);
       for (int d = 0; d < dim; d += KVEDGE_RUN_CHANNELS, of_group.data = (char *)of_group.data + group_bytes) {
         const int count = dim - d < KVEDGE_RUN_CHANNELS ? dim - d : KVEDGE_RUN_CHANNELS;
-        kvedge_array_copy(&of_group, KVEDGE_RUN, 1, count, x);
+        if (side->rotated) rotate_run(side, rows, first, head, d, count, x);
+        else kvedge_array_copy(&of_group, KVEDGE_RUN, 1, count, x);
         side->format->encode_run(&side->shape, x, d, count, run);
       }
     }
@@ -94,6 +109,15 @@ static void clamp_to_finite(float *x, int n) {
   for (int d = 0; d < n; d++) x[d] = x[d] > FLT_MAX ? FLT_MAX : x[d] < -FLT_MAX ? -FLT_MAX : x[d];
 }
 
+/* Decoded rows as they were before they were rotated. */
+static void rotate_back(const kvedge_side *side, int64_t num_rows, float *rows) {
+  const int dim = side->shape.dim;
+  for (int64_t row = 0; side->rotated && row < num_rows; row++, rows += dim) {
+    clamp_to_finite(rows, dim);
+    kvedge_rotate_channels(rows, side->rotated, 0, dim, rows);
+  }
+}
+
 void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, float *out) {
   const int64_t num_rows = (stop - start) * side->num_kv_heads;
   const int dim = side->shape.dim;
@@ -103,9 +127,11 @@ void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, floa
       count = KVEDGE_RUN - row % KVEDGE_RUN < stop - row ? KVEDGE_RUN - row % KVEDGE_RUN : stop - row;
       load_run(side, row, (int)count, out + (row - start) * side->num_kv_heads * dim);
     }
+    rotate_back(side, num_rows, out);
     return;
   }
   side->format->decode(&side->shape, kvedge_codes_at(side, start), kvedge_scales_at(side, start), num_rows, out);
+  rotate_back(side, num_rows, out);
   for (int64_t row = 0; is_mapped(side) && row < num_rows; row++, out += dim) {
     const ptrdiff_t at = row % side->num_kv_heads * dim;
     for (int d = 0; side->scale && d < dim; d++) out[d] *= side->scale[at + d];

@@ -17,6 +17,7 @@ typedef struct {
                                       * no bytes somewhere, since a NULL may not be added to */
   const float *offset;               /* (num_kv_heads, dim) what rows are stored minus, or NULL */
   const float *scale;                /* (num_kv_heads, dim) what rows are stored divided by, after that; or NULL */
+  int rotated;                       /* channels that are rotated together before rows are encoded: rotation.h; or 0 */
 } kvedge_side;
 
 /* Where a token's row lies, or its run; rows count tokens from the start of the arrays. */

@@ -199,6 +199,7 @@ cdef _Handle _attach(config, slabs, key_map):
     c_config.group_size = config.group_size
     c_config.value_head_dim = config.value_head_dim
     c_config.value_format = 1 + value_code  # KVEDGE_VALUES
+    c_config.value_rotation = config.value_rotation
     c_slabs.key_codes = cnp.PyArray_DATA(slabs.key_codes)
     c_slabs.value_codes = cnp.PyArray_DATA(slabs.value_codes)
     c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if keys_scaled else NULL
@@ -655,7 +656,7 @@ cdef class LayerStore:
             keys = key_map.to_stored(keys)
             checks.check_finite(keys, key_map.text)
         config.key_format.refuse(keys, "keys", config.key_rows)
-        config.value_format.refuse(values, "values", config.value_rows)
+        checks.refuse_values(values, config)
         if self.parts is not None:
             self.parts.refuse(keys_given, values)
 

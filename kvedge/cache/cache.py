@@ -151,12 +151,16 @@ class KVCache(ConfigFacts):
             trace. Layers with a window have no ``sinks``.
         recent_dtype : kvedge.core.types.Dtype, optional
             By default "float16".
+        value_rotation : bool
+            Values are stored rotated by a Hadamard matrix, so that the channels of a row share what
+            encoding loses, and what attention and the getters give of them is rotated back. As many
+            channels together as 2^k divide ``value_head_dim``.
         layers : sequence of mappings, or of layers, optional
             Layers that differ: a mapping for each, of what is not as given above, out of
             num_kv_heads, head_dim, value_head_dim, dtype, key_dtype, value_dtype, group_size,
-            scale_dtype, window, recent, sinks and recent_dtype. Or layer objects, which the cache
-            takes over with their tokens: from then on they are changed through it alone. They have
-            to stand at one position.
+            scale_dtype, window, recent, sinks, recent_dtype and value_rotation. Or layer objects,
+            which the cache takes over with their tokens: from then on they are changed through it
+            alone. They have to stand at one position.
         num_query_heads : int, optional
             Heads of the model's queries, a multiple of the KV heads of every layer; `attend` then
             refuses any other number. It is kept in copies and pickles, not in files.
@@ -445,7 +449,7 @@ class KVCache(ConfigFacts):
         """
         held = self.layer(layer)
         store = store_of(held)
-        if out is None and store.config.value_format.is_float32 and store.parts is None:
+        if out is None and store.config.values_are_codes and store.parts is None:
             return held.value_codes
         return held.values(out=out)
 
@@ -640,8 +644,8 @@ class KVCache(ConfigFacts):
         ----------
         dtype, **storage
             As of :class:`kvedge.KVCache`, for all layers: key_dtype, value_dtype, group_size,
-            scale_dtype, key_offset, key_scale, recent, sinks and recent_dtype. What is left out is
-            as in a new cache. "auto" looks at the first of the tokens held.
+            scale_dtype, key_offset, key_scale, recent, sinks, recent_dtype and value_rotation. What
+            is left out is as in a new cache. "auto" looks at the first of the tokens held.
 
         Raises
         ------

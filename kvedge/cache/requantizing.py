@@ -9,6 +9,7 @@ import numpy as np
 
 from kvedge.cache.state import CacheState
 from kvedge.core.config import LayerConfig
+from kvedge.core.hadamard import LARGEST_GAIN
 from kvedge.core.types import KeyVectors
 from kvedge.files.contents import CacheFormat
 from kvedge.layer.copies import new_store
@@ -73,6 +74,8 @@ def _surely_fits(old: LayerStore, new: LayerStore) -> bool:
     """Whether no element can pass the range of the new format, by a bound of all of them."""
     config, tokens = old.config, old.held().tokens
     values = config.value_format.largest(tokens.value_codes, tokens.value_scales)
+    if config.value_rotation or new.config.value_rotation:
+        values *= LARGEST_GAIN**2  # of each
     keys = config.key_format.largest(tokens.key_codes, tokens.key_scales)
     was, will = old.key_map, new.key_map
     keys = keys * _largest(was.scale, 1.0) + _largest(was.offset, 0.0)

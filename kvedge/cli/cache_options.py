@@ -12,6 +12,7 @@ from kvedge.cli import engines, ranks, storage
 from kvedge.cli.figures import stored_as
 from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int
+from kvedge.core.recommended import AUTO, RECOMMENDED
 from kvedge.layer_policy import LayerPolicy
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
             )
         _check_sizes(options, cache)
         return
-    asked = options.key_dtype or storage.dtype_of(options)
+    asked = options.key_dtype or options.cache
+    if asked == AUTO and (cache.dtype == RECOMMENDED["dtype"] or cache.key_scale is not None):
+        asked = None  # recommended now, or by earlier versions
     if asked is not None and asked != stored_as(cache, "dtype"):
         flag = "--cache" if options.key_dtype is None else "--key-dtype"
         raise UsageError(f"{flag} {asked}: the session's cache is {stored_as(cache, 'dtype')}")
@@ -113,10 +116,10 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
             f"--group-size {group}: the session's cache has {stored_as(cache, 'group_size')}"
         )
     for name in ("key_scale", "key_offset"):
-        if name in given and all(getattr(one, name) is None for one in layers):
+        if getattr(options, name) is not None and all(getattr(one, name) is None for one in layers):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} auto: the session's cache has no {name}")
-    for name in ("scale_dtype", "value_dtype", "recent", "sinks", "recent_dtype"):
+    for name in ("scale_dtype", "value_dtype", "recent", "sinks", "recent_dtype", "value_rotation"):
         asked = getattr(options, name)
         if asked is not None and asked != stored_as(cache, name):
             flag = "--" + name.replace("_", "-")

@@ -14,6 +14,7 @@ import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -492,7 +493,7 @@ _logs: list[_Log] = []
 def _gaps(kept: np.ndarray, stop: int) -> list[tuple[int, int]]:
     """What ascending positions leave out of range(stop), as (first, last + 1)."""
     edges = [-1, *map(int, kept), stop]
-    return [(a + 1, b) for a, b in zip(edges, edges[1:], strict=False) if b > a + 1]
+    return [(a + 1, b) for a, b in pairwise(edges) if b > a + 1]
 
 
 def _amx_may_fail(api: Any) -> bool:

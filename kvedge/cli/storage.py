@@ -9,7 +9,7 @@ from kvedge.console.exits import UsageError, message_of
 from kvedge.console.values import positive_int
 from kvedge.core.formats import DTYPES, FORMATS, SCALE_TYPES, format_of
 from kvedge.core.options import as_tolerance
-from kvedge.core.recommended import AUTO, RECOMMENDED
+from kvedge.core.recommended import AUTO, recommended
 from kvedge.core.storage import NAMES, PART_OPTIONS
 from kvedge.core.types import Dtype
 from kvedge.errors import KvedgeError
@@ -25,8 +25,8 @@ def add_options(group: Any) -> None:
         type=_format_or_policy,
         metavar="FORMAT",
         help=f"how keys and values are stored: {AUTO}, {', '.join(DTYPES)}, or the .json file of a "
-        f"policy that 'kvedge tune' wrote; {AUTO} is int8 with "
-        "--key-scale auto (default: int8)",
+        f"policy that 'kvedge tune' wrote; {AUTO} has keys in "
+        "kivi8 and values in int8, rotated (default: int8)",
     )
     for rows in ("key", "value"):
         group.add_argument(
@@ -70,6 +70,12 @@ def add_options(group: Any) -> None:
         choices=tuple(FORMATS),
         metavar="FORMAT",
         help="how the last and first tokens are stored (default: float16)",
+    )
+    group.add_argument(
+        "--value-rotation",
+        action="store_true",
+        default=None,
+        help="store values rotated, so that their channels share what rounding loses",
     )
     group.add_argument(
         "--precision-bits",
@@ -120,8 +126,19 @@ def dtype_of(options: argparse.Namespace) -> Dtype | None:
     if isinstance(options.cache, LayerPolicy):
         first: Dtype = options.cache.layers[0]["dtype"]
         return first
-    name: Dtype | None = RECOMMENDED["dtype"] if options.cache == AUTO else options.cache
+    name: Dtype | None = _auto(options)["dtype"] if options.cache == AUTO else options.cache
     return name
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say beside --cache."""
+    given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _auto(options: argparse.Namespace) -> dict[str, Any]:
+    """All options of --cache auto: over ranks, tokens cannot be in runs."""
+    return recommended(_given(options), in_rows=getattr(options, "group", None) is not None)
 
 
 def cache_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -133,19 +150,19 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
         A flag of formats with scales, and a format without; or a flag beside a policy.
     """
     dtype = dtype_of(options) or "int8"
-    given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _given(options)
     if isinstance(options.cache, LayerPolicy):
         for name in given:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} does not go with a policy, which says how layers are stored")
         return {"policy": options.cache}
     if options.cache == AUTO:
-        given.setdefault("key_scale", RECOMMENDED["key_scale"])
-    keys, values = options.key_dtype or dtype, options.value_dtype or dtype
+        given = _auto(options)
+        del given["dtype"]
+    keys, values = given.get("key_dtype", dtype), given.get("value_dtype", dtype)
     for name in given:
         stored = (keys,) if name == "key_offset" else (keys, values)
-        of_any = name in ("key_scale", "key_dtype", "value_dtype", *PART_OPTIONS)
+        of_any = name in ("key_scale", "key_dtype", "value_dtype", "value_rotation", *PART_OPTIONS)
         if not of_any and not any(format_of(each).has_scales for each in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")

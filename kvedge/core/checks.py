@@ -83,6 +83,7 @@ __all__ = [
     "checked_rows",
     "describe",
     "layer_config",
+    "refuse_values",
 ]
 
 FLOAT32_TINY = float(np.finfo(np.float32).tiny)  # 2^-126, the smallest normal number
@@ -474,6 +475,14 @@ def check_finite(array: np.ndarray, name: str) -> None:
     raise NonFiniteInputError(
         f"{name} must be finite: element {index} of shape {array.shape} is {array[index]}"
     )
+
+
+def refuse_values(values: np.ndarray, config: LayerConfig) -> None:
+    """Raise if finite values (n, H, channels) cannot be stored in a layer's rows."""
+    stored = config.stored_values(values)
+    if config.value_rotation:
+        check_finite(stored, "values rotated")
+    config.value_format.refuse(stored, "values", config.value_rows)
 
 
 def as_query(

@@ -21,6 +21,8 @@ from kvedge.core.formats import (
     ScaleType,
     format_of,
 )
+from kvedge.core.hadamard import rotate_float32
+from kvedge.core.pickled import PickledByFields
 from kvedge.core.rows import RowShape
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError
 
@@ -37,8 +39,8 @@ MAX_LAYERS = 1 << 12
 _FAR = 1 << 2048  # beyond any range here, and not too long to print
 
 
-@dataclass(frozen=True, slots=True)
-class LayerConfig:
+@dataclass(frozen=True)
+class LayerConfig(PickledByFields):
     """What a layer stores and how; made and checked by :func:`layer_config`."""
 
     dtype: str  # how keys are stored: the name of a row of the tables of formats
@@ -54,6 +56,7 @@ class LayerConfig:
     recent: int = 0  # last tokens that are read in another format
     sinks: int = 0  # first tokens likewise
     recent_dtype: str = ""  # that format; "" where there are none
+    value_rotation: bool = False  # values are stored rotated: kvedge.core.hadamard
 
     @property
     def plain(self) -> LayerConfig:
@@ -173,6 +176,21 @@ class LayerConfig:
         """Numbers in the keys and values of one token."""
         return self.num_kv_heads * (self.head_dim + self.value_head_dim)
 
+    @property
+    def values_are_codes(self) -> bool:
+        """Whether values are stored as they came, to be read without decoding."""
+        return self.value_format.is_float32 and not self.value_rotation
+
+    def stored_values(self, values: np.ndarray) -> np.ndarray:
+        """Values as they are encoded, rounded as C rounds them; perhaps infinite."""
+        return rotate_float32(values) if self.value_rotation else values
+
+    def read_values(self, rows: np.ndarray) -> np.ndarray:
+        """Values as they are read, of rows that were decoded and are finite."""
+        if not self.value_rotation:
+            return rows
+        return np.asarray(np.clip(rotate_float32(rows), -FLOAT32_MAX, FLOAT32_MAX))
+
     def rows_shape(self, values: bool, n: int) -> tuple[int, int, int]:
         """The shape of the values, or keys, of `n` tokens: (n, num_kv_heads, channels)."""
         return n, self.num_kv_heads, self.value_head_dim if values else self.head_dim
@@ -238,6 +256,11 @@ class ConfigFacts:
         return self._config.value_dtype or self._config.dtype
 
     @property
+    def value_rotation(self) -> bool:
+        """Whether values are stored rotated, and what is read of them is rotated back."""
+        return self._config.value_rotation
+
+    @property
     def recent(self) -> int:
         """So many last tokens are read in :attr:`recent_dtype`."""
         return self._config.recent
@@ -273,6 +296,7 @@ def layer_config(
     recent: Any = 0,
     sinks: Any = 0,
     recent_dtype: Any = None,
+    value_rotation: Any = False,
     rows: int = 1,
 ) -> LayerConfig:
     """Check the arguments of a layer's constructor.
@@ -301,6 +325,8 @@ def layer_config(
         Last and first tokens that are kept in `recent_dtype` besides, 0 to 65536.
     recent_dtype : kvedge.core.types.Dtype, optional
         By default float16.
+    value_rotation : bool
+        Values are stored rotated.
 
     Returns
     -------
@@ -369,6 +395,7 @@ def layer_config(
         recent,
         sinks,
         recent_dtype,
+        as_bool(value_rotation, "value_rotation"),
     )
 
 

@@ -32,11 +32,13 @@ class Storage:
     recent: int = 0
     sinks: int = 0
     recent_dtype: Dtype | None = None
+    value_rotation: bool = False
 
     def given(self) -> dict[str, Any]:
         """What was asked for beside dtype and scale_dtype; None for what was not."""
         said = {name: getattr(self, name) for name in NAMES if name not in ("dtype", "scale_dtype")}
-        return said | {"recent": self.recent or None, "sinks": self.sinks or None}
+        numbers = ("recent", "sinks", "value_rotation")
+        return said | {name: getattr(self, name) or None for name in numbers}
 
     def of_layers(self) -> dict[str, Any]:
         """What a layer's config is made from: all but what is a vector of each layer."""

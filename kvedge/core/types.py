@@ -47,6 +47,7 @@ class _SharedArguments(TypedDict, total=False):
     recent: int
     sinks: int
     recent_dtype: Dtype | None
+    value_rotation: bool
 
 
 class PoolArguments(_SharedArguments, total=False):

@@ -115,4 +115,4 @@ def check_storable(config: Any, key_map: KeyMap, keys: np.ndarray, values: np.nd
         keys = key_map.to_stored(keys)
         checks.check_finite(keys, key_map.text)
     config.key_format.refuse(keys, "keys", config.key_rows)
-    config.value_format.refuse(values, "values", config.value_rows)
+    checks.refuse_values(values, config)

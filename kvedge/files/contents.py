@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
+from kvedge.core.pickled import PickledByFields
 from kvedge.layer.store import PartContents
 from kvedge.rope import Turns
 
@@ -44,14 +44,16 @@ def _layer_text(config: LayerConfig) -> str:
     text = f"{config.num_kv_heads} KV heads x {config.widths}, {config.dtypes}"
     if config.has_scales:
         text += f" in groups of {config.group_size} with {config.scale_dtype} scales"
+    if config.value_rotation:
+        text += ", values rotated"
     for name, count in (("first", config.sinks), ("last", config.recent)):
         if count:
             text += f", the {name} {count} in {config.recent_dtype}"
     return text if config.window is None else f"{text} in a window of {config.window}"
 
 
-@dataclass(frozen=True)  # slots=True would bring a __setstate__ of its own, in Python 3.10
-class LayerContents:
+@dataclass(frozen=True)
+class LayerContents(PickledByFields):
     """The tokens of one layer as they are stored, with nothing of the memory beyond them."""
 
     key_codes: np.ndarray  # (tokens, num_kv_heads, codes per row)
@@ -62,14 +64,6 @@ class LayerContents:
     num_dropped: int = 0  # tokens before the first of these
     parts: tuple[PartContents, ...] = ()  # first and last tokens in another format, if some are
     turns: Turns | None = None  # what keys are still to be turned by, if they are
-
-    def __getstate__(self) -> list[Any]:
-        return [getattr(self, field.name) for field in fields(self)]
-
-    def __setstate__(self, state: list[Any]) -> None:
-        # That of an older version lacks the last fields, which have defaults.
-        for field, value in zip(fields(self), state, strict=False):
-            object.__setattr__(self, field.name, value)
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -38,6 +38,7 @@ from kvedge.files.session import (
     AUTO,
     FIELDS,
     FORMAT,
+    HADAMARD,
     KEY_SCALE,
     KEY_TURNS,
     LAYERS,
@@ -46,6 +47,7 @@ from kvedge.files.session import (
     USER,
     VALUE_DTYPE,
     VALUE_HEAD_DIM,
+    VALUE_ROTATION,
     VERSION,
     VERSION_OF_RUNS,
     digest,
@@ -273,6 +275,7 @@ def _read_fields(
         KEY_TURNS,
         VALUE_DTYPE,
         VALUE_HEAD_DIM,
+        VALUE_ROTATION,
         LAYERS,
         "sha256",
     )
@@ -286,6 +289,8 @@ def _read_fields(
     may_have_scales = has_scales or LAYERS in fields
     if fields["key_offset"] not in (("", "auto") if may_have_scales else ("",)):
         _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
+    if fields.get(VALUE_ROTATION, HADAMARD) != HADAMARD:
+        _corrupt(path, f"its {VALUE_ROTATION} is {fields[VALUE_ROTATION][:40]!r}")
     if fields.get(KEY_SCALE, AUTO) != AUTO:
         _corrupt(path, f"its {KEY_SCALE} is {fields[KEY_SCALE][:40]!r}")
     in_runs = not IN_RUNS.keys().isdisjoint(dtypes)
@@ -319,6 +324,7 @@ def _read_fields(
             recent=_number(path, fields, "recent") if "recent" in fields else 0,
             sinks=_number(path, fields, "sinks") if "sinks" in fields else 0,
             recent_dtype=fields.get("recent_dtype"),
+            value_rotation=VALUE_ROTATION in fields,
         )
     except KvedgeError as error:
         _corrupt(path, f"its metadata makes no cache: {error}", error)
@@ -398,9 +404,13 @@ def _read_layers(
             "value_head_dim": config.value_head_dim,
             "group_size": config.group_size if config.has_scales else "",
             "scale_dtype": config.scale_dtype if config.has_scales else "",
+            "value_rotation": HADAMARD if config.value_rotation else "",
             **{name: getattr(config, name) for name in PART_OPTIONS},
             **own,
         }
+        if given["value_rotation"] not in ("", HADAMARD):
+            _corrupt(path, f"its {LAYERS} have another value_rotation than kvedge in layer {index}")
+        given["value_rotation"] = given["value_rotation"] == HADAMARD
         given["recent_dtype"] = given["recent_dtype"] or None
         if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
             given.update(group_size=None, scale_dtype="float32")

@@ -12,11 +12,12 @@ The format is safetensors, which other tools can read. Per layer i it holds
                                                      bytes) U8, and rows of a side that is not
 
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
-values have another type and width than keys, ``key_scale`` where layers take theirs from their
-first tokens, ``recent``, ``sinks`` and ``recent_dtype`` where first or last tokens are held in
-another format too, ``layers`` where layers differ or have windows, ``key_turns`` where keys were
-shifted, and are stored as they were before that, ``sha256`` over everything else,
-and the user's own under "user.". ``format_version`` is 1, or 2 where a layer holds runs. tokens are
+values have another type and width than keys, ``value_rotation`` where they are stored rotated,
+``key_scale`` where layers take theirs from their first tokens, ``recent``, ``sinks`` and
+``recent_dtype`` where first or last tokens are held in another format too, ``layers`` where layers
+differ or have windows, ``key_turns`` where keys were shifted, and are stored as they were before
+that, ``sha256`` over everything else, and the user's own under "user.".
+``format_version`` is 1, or 2 where a layer holds runs. tokens are
 length, less those that the layer's window has dropped.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
@@ -66,6 +67,8 @@ AUTO = "auto"
 KEY_SCALE = "key_scale"  # "auto": a field of files whose layers take it from their first tokens
 VALUE_DTYPE = "value_dtype"  # a field of files where it is not dtype
 VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
+VALUE_ROTATION = "value_rotation"  # a field of files where values are rotated: by which matrix
+HADAMARD = "hadamard"  # the only one; rows of parts are not rotated but for runs
 PARTS = ("first", "last", "runs")  # tensors of such: layers.{i}.PART.NAME; runs of formats of runs
 # A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
 # fields above, which are those of layer 0, do not say; see `layers_field`.
@@ -191,6 +194,8 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
         fields[VALUE_DTYPE] = first.value_dtype
     if first.value_head_dim != first.head_dim:
         fields[VALUE_HEAD_DIM] = str(first.value_head_dim)
+    if first.value_rotation:
+        fields[VALUE_ROTATION] = HADAMARD
     if cache.key_rule.auto_scale:
         fields[KEY_SCALE] = AUTO
     if first.recent_dtype:
@@ -237,6 +242,7 @@ def _own_fields(config: LayerConfig, dropped: int) -> dict[str, Any]:
         "value_head_dim": config.value_head_dim,
         "dtype": config.dtype,
         "value_dtype": config.value_dtype or "",  # "": as keys
+        "value_rotation": HADAMARD if config.value_rotation else "",
         "group_size": config.group_size if config.has_scales else "",
         "scale_dtype": config.scale_dtype if config.has_scales else "",
         "window": config.window,

@@ -31,6 +31,8 @@ def text(store: LayerStore) -> str:
         parts.append(f"value_head_dim={config.value_head_dim}")
     if config.value_dtype is not None:
         parts.append(f"value_dtype={config.value_dtype}")
+    if config.value_rotation:
+        parts.append("value_rotation=True")
     if config.window is not None:
         parts.append(f"window={config.window}")
     elif config.limit is None:

@@ -292,7 +292,7 @@ class LayerParts:
         stored = self.now.last.store.key_map.to_stored(keys)
         try:
             config.key_format.refuse(stored, "keys", config.key_rows)
-            config.value_format.refuse(values, "values", config.value_rows)
+            checks.refuse_values(values, config)
         except ScaleRangeError as error:
             raise ScaleRangeError(
                 f"{error} (recent_dtype: bfloat16 and float32 take all)"
@@ -447,7 +447,7 @@ class LayerParts:
         config, first = runs.store.config, position - runs.position
         stored_keys = runs.store.key_map.to_stored(read[0])
         config.key_format.refuse(stored_keys, "keys", config.key_rows)
-        config.value_format.refuse(read[1], "values", config.value_rows)
+        checks.refuse_values(read[1], config)
         made = _encoded(config, runs.store.key_map, *read)
         with _rewriting(runs.store, first) as slabs:
             rows = memory.rows_of(slabs, config, first, first + len(keys))
@@ -567,7 +567,7 @@ def _encoded(
     """Codes and scales of keys, and of values."""
     return (
         config.key_format.encode(key_map.to_stored(keys), config.key_rows),
-        config.value_format.encode(values, config.value_rows),
+        config.value_format.encode(config.stored_values(values), config.value_rows),
     )
 
 

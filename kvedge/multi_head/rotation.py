@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvedge.core.hadamard import hadamard
+
 __all__ = ["Rotation"]
 
 _BLOCK_NUMBERS = 1 << 14  # worked on at a time: 128 KiB of float64, in an L2 cache
@@ -49,7 +51,7 @@ class Rotation:
             block = rows[at].astype(np.float64)
             for i, part in enumerate(self._parts):
                 block *= self._signs[:, i]
-                block[..., part] = _hadamard(block[..., part])
+                block[..., part] = hadamard(block[..., part])
             turned[at] = block
         return turned
 
@@ -59,7 +61,7 @@ class Rotation:
         for at in _blocks(rows):
             block = rows[at].astype(np.float64)
             for i, part in reversed(list(enumerate(self._parts))):
-                block[..., part] = _hadamard(block[..., part])
+                block[..., part] = hadamard(block[..., part])
                 block *= self._signs[:, i]
             back[at] = block
         return back
@@ -68,19 +70,6 @@ class Rotation:
 def _blocks(rows: np.ndarray) -> Iterator[slice]:
     step = max(1, _BLOCK_NUMBERS // max(1, rows[:1].size))
     return (slice(start, start + step) for start in range(0, len(rows), step))
-
-
-def _hadamard(rows: np.ndarray) -> np.ndarray:
-    """Rows (..., 2^k) times the symmetric orthogonal Walsh-Hadamard matrix."""
-    shape, size = rows.shape, rows.shape[-1]
-    rows = rows.reshape(-1, size)
-    while size > 1:  # upper and lower half, then those of each half
-        size //= 2
-        pairs = rows.reshape(-1, 2, size)
-        rows = np.empty_like(pairs)
-        np.add(pairs[:, 0], pairs[:, 1], out=rows[:, 0])
-        np.subtract(pairs[:, 0], pairs[:, 1], out=rows[:, 1])
-    return np.asarray(rows.reshape(shape) * (1.0 / np.sqrt(shape[-1])))
 
 
 def _signs(num_heads: int, count: int, seed: int, stream: int) -> np.ndarray:

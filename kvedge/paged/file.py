@@ -39,6 +39,7 @@ from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
 from kvedge.files import tensors as tensor_file
+from kvedge.files.session import HADAMARD
 from kvedge.files.tensors import corrupt, number
 from kvedge.layer.parts import runs_end
 from kvedge.paged.parts import TOKENS, PartBlocks
@@ -105,6 +106,8 @@ def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.Pat
     }
     if config.value_dtype is not None:
         fields["value_dtype"] = config.value_dtype
+    if config.value_rotation:
+        fields["value_rotation"] = HADAMARD
     if pool.parts is not None:
         states = [one.parts for one in sequences if one.parts is not None]
         more, tensors_of_parts = _parts_of(pool.parts, states, lengths)
@@ -207,7 +210,10 @@ def load(
         "dtype": fields.get("dtype"),
         "value_dtype": fields.get("value_dtype"),
         "scale_dtype": fields.get("scale_dtype"),
+        "value_rotation": "value_rotation" in fields,
     }
+    if fields.get("value_rotation", HADAMARD) != HADAMARD:
+        corrupt(path, f"its value_rotation is {fields['value_rotation'][:40]!r}")
     group_size = number(path, fields, "group_size")
     names = (fields.get("dtype"), fields.get("value_dtype"))
     if any(FORMATS[name].has_scales for name in names if name in FORMATS):

@@ -211,7 +211,7 @@ class PartBlocks:
             checks.check_finite(keys, "keys")
             checks.check_finite(values, "values")
             config.key_format.refuse(key_map.to_stored(keys), "keys", config.key_rows)
-            config.value_format.refuse(values, "values", config.value_rows)
+            checks.refuse_values(values, config)
 
     def check(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise if rows cannot be stored here."""

@@ -80,6 +80,8 @@ class KvBlockPool(ConfigFacts):
     recent_dtype : kvedge.core.types.Dtype, optional
         By default float16. For kivi2, kivi4 and kivi8 also what the tokens are stored as of a run
         that is not full.
+    value_rotation : bool
+        Values are stored rotated, as of :class:`kvedge.KVCache`.
     num_recent_blocks : int, optional
         Blocks of 32 tokens for these first and last tokens, of which a sequence takes up to
         ceil(sinks / 32) + ceil(kept / 32) + 2, kept = recent + 64 (at least 96 for runs); a few

@@ -121,7 +121,7 @@ class BlockStoreMethods:
         if not key_map.is_plain:
             checks.check_finite(mapped, key_map.text)
         config.key_format.refuse(mapped, "keys", config.key_rows)
-        config.value_format.refuse(values, "values", config.value_rows)
+        checks.refuse_values(values, config)
 
     def write(
         self, table: np.ndarray, block_size: int, start: int, keys: np.ndarray, values: np.ndarray
@@ -148,6 +148,8 @@ class BlockStoreMethods:
             rows = stored.decode(positions, np.float32)
             rows = rows if values else self.key_map.from_stored(rows)
             clamp(rows, out[tokens])
+            if values:
+                out[tokens] = self.config.read_values(out[tokens])
         return out
 
     def gather(self, table: np.ndarray, block_size: int, start: int, stop: int) -> Slabs:

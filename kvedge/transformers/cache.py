@@ -14,13 +14,14 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from kvedge.core.options import PrecisionBits
+from kvedge.core.recommended import AUTO
 from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer_policy import LayerPolicy
 from kvedge.transformers import session, states
 from kvedge.transformers.checkpoints import Checkpoints, take
 from kvedge.transformers.layers import KvedgeSlidingLayer
-from kvedge.transformers.options import STORAGE, StoreOptions, of_policy, stored_text
+from kvedge.transformers.options import StoreOptions, of_policy, storage_of, stored_text
 from kvedge.transformers.structure import layers_for, shares_rows, text_config
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class KvedgeCache(Cache):
     def __init__(
         self,
         config: Any,
-        dtype: Any = STORAGE["dtype"],
+        dtype: Any = AUTO,
         *,
         policy: LayerPolicy | str | os.PathLike[str] | None = None,
         precision_bits: PrecisionBits = None,
@@ -61,8 +62,11 @@ class KvedgeCache(Cache):
         ----------
         config : transformers.PretrainedConfig
             ``model.config``.
-        dtype : kvedge.core.types.Dtype, or a sequence of them
-            How keys and values are stored, as of :class:`kvedge.KVCache`.
+        dtype : kvedge.core.types.Dtype, a sequence of them, or "auto"
+            How keys and values are stored, as of :class:`kvedge.KVCache`. "auto": keys in kivi8,
+            values in int8 and rotated (docs/formats.md), each as far as no other option says
+            otherwise; int8 with ``key_scale="auto"`` where a `group` shares tokens out, and where
+            keys get an offset or a scale.
         policy : kvedge.LayerPolicy or path, optional
             How each layer is stored, as ``kvedge tune`` finds it, in place of `dtype` and
             **storage; or its file.
@@ -87,7 +91,8 @@ class KvedgeCache(Cache):
         **storage
             All other options of :class:`kvedge.KVCache` that the model does not decide, such as
             ``group_size`` and ``key_offset``. One for all layers of the model, or a sequence (an
-            array's first axis) with one for each. ``key_scale`` is "auto" unless given.
+            array's first axis) with one for each. ``key_scale`` is "auto" unless given, for keys in
+            rows.
 
         Raises
         ------
@@ -99,11 +104,12 @@ class KvedgeCache(Cache):
         GroupMismatchError, RankLostError
             The ranks of `group` do not fit together, or are not all there.
         """
-        stored = {"dtype": dtype, **storage}
         if policy is not None:
-            stored = of_policy(policy, stored)
+            stored = of_policy(policy, {"dtype": dtype, **storage})
+        else:
+            stored = storage_of(dtype, storage, in_rows=group is not None)
         self._options = StoreOptions(
-            storage={**STORAGE, **stored},
+            storage=stored,
             precision_bits=precision_bits,
             tolerance=tolerance,
             num_threads=num_threads,

@@ -13,20 +13,23 @@ import transformers
 from kvedge.backends.select import KVCache
 from kvedge.core.config import MAX_HEAD_DIM
 from kvedge.core.options import AttendOptions, PrecisionBits
-from kvedge.core.recommended import RECOMMENDED
-from kvedge.core.storage import Storage
+from kvedge.core.recommended import AUTO, IN_ROWS, recommended
+from kvedge.core.storage import NAMES, Storage
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer_policy import LayerPolicy
 
-__all__ = ["STORAGE", "StoreOptions", "is_for_each_layer", "of_policy", "stored_text"]
+__all__ = ["StoreOptions", "is_for_each_layer", "of_policy", "storage_of", "stored_text"]
 
 _MAJOR = int(transformers.__version__.split(".", 1)[0])
 
-#: Options of a KvedgeCache that say how rows are stored, all others of a KVCache, and their
-#: defaults: those of a KVCache but where something is recommended.
-STORAGE: dict[str, Any] = {each.name: each.default for each in fields(Storage)} | RECOMMENDED
-
 _TRIED = MAX_HEAD_DIM  # channels of the layer that options are tried on: any group_size fits
+
+
+def storage_of(dtype: Any, given: Mapping[str, Any], *, in_rows: bool) -> dict[str, Any]:
+    """Options of a KVCache, as a KvedgeCache is told them; `in_rows`: none that makes runs."""
+    if isinstance(dtype, str) and dtype == AUTO:
+        return recommended(given, in_rows=in_rows)
+    return {"key_scale": IN_ROWS["key_scale"], **given, "dtype": dtype}
 
 
 def is_for_each_layer(value: Any) -> bool:
@@ -38,13 +41,13 @@ def is_for_each_layer(value: Any) -> bool:
 
 def of_policy(policy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of storage as a policy, or its file, has them; `given` are those beside it."""
-    unknown = {name: value for name, value in given.items() if name not in STORAGE}
     for name, value in given.items():
-        if name in STORAGE and value is not STORAGE[name]:
+        if name in NAMES and value is not (AUTO if name == "dtype" else None):
             raise InvalidArgumentError(f"{name} does not go with a policy, which says it")
     if not isinstance(policy, LayerPolicy):
         policy = LayerPolicy.load(policy)
     plain = {each.name: each.default for each in fields(Storage)}
+    unknown = {name: value for name, value in given.items() if name not in NAMES}
     return plain | policy.of_each_layer() | unknown  # which are refused as without a policy
 
 
@@ -52,7 +55,7 @@ def of_policy(policy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 class StoreOptions:
     """The options of a KvedgeCache that its layers need; checked by the cache."""
 
-    storage: dict[str, Any]  # of STORAGE: what was given
+    storage: dict[str, Any]  # of NAMES: what was given or is recommended
     precision_bits: PrecisionBits
     tolerance: float
     num_threads: int | None  # None: as many as torch uses
@@ -66,9 +69,9 @@ class StoreOptions:
         InvalidArgumentError
         """
         for name, value in self.storage.items():
-            if name not in STORAGE:
+            if name not in NAMES:
                 raise InvalidArgumentError(
-                    f"{name} is no option of a KvedgeCache: it has {', '.join(STORAGE)}, "
+                    f"{name} is no option of a KvedgeCache: it has {', '.join(NAMES)}, "
                     "precision_bits, tolerance and num_threads"
                 )
             if is_for_each_layer(value) and len(value) != num_layers:

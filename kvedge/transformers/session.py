@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors.torch
 import torch
 
@@ -27,11 +28,14 @@ from kvedge.cache.state import contents_of_stores
 from kvedge.core.checks import checked_path
 from kvedge.core.config import MAX_LAYERS
 from kvedge.core.key_map import KeyRule
+from kvedge.core.kivi import RUN
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.files.replacing import check_folder, locked, remove_abandoned, replacing
 from kvedge.files.session import save as save_session
 from kvedge.layer.layer import store_of
+from kvedge.layer.parts import contents_of
+from kvedge.layer.store import LayerStore
 from kvedge.transformers.checkpoints import go_back
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.states import StateMark, has_state, mark_of, put
@@ -206,6 +210,12 @@ def go_back_to_checkpoint(cache: Any, kept: int, length: int, *, exactly: bool =
 # ---- saving --------------------------------------------------------------------------------------
 
 
+def _gap(row: Any) -> int:
+    """Dropped tokens of a row that a file has all the same: those of the first run."""
+    held, config = store_of(row).held(), store_of(row).config
+    return int(held.num_dropped % RUN) if config.in_runs and held.num_tokens else 0
+
+
 class _Rows:
     """Rows of the same length, as :func:`kvedge.files.session.save` asks for a cache."""
 
@@ -213,7 +223,7 @@ class _Rows:
 
     def __init__(self, rows: list[Any], conversation: str) -> None:
         self._stores = [store_of(row) for row in rows]
-        self.length = len(rows[0])
+        self.length = len(rows[0]) + _gap(rows[0])
         self.key_rule = KeyRule.of_any(store.key_rule for store in self._stores)
         self.num_layers = len(rows)
         self.metadata = {_CONVERSATION: conversation}
@@ -225,14 +235,21 @@ class _Rows:
         form = CacheFormat.of(store.config for store in self._stores)
         contents = contents_of_stores(self._stores, form, self.length, copy=copy)
         # What a row has dropped is not missed: a window's position is in the index.
-        layers = tuple(map(_from_0, contents.layers))
+        layers = tuple(map(_from_0, contents.layers, self._stores))
         return replace(contents, layers=layers)
 
 
-def _from_0(layer: LayerContents) -> LayerContents:
-    """The tokens of a layer, the first of them at position 0."""
-    first = layer.num_dropped
-    turns = layer.turns and layer.turns.moved(first, first + layer.num_tokens)
+def _from_0(layer: LayerContents, store: LayerStore) -> LayerContents:
+    """The tokens of a layer, the first of them at position 0; of runs from the start of one on."""
+    first, end = layer.num_dropped, layer.num_dropped + layer.num_tokens
+    if store.config.in_runs and layer.num_tokens:  # its own rows have no bytes
+        first = first // RUN * RUN
+        rows = [np.zeros((end - first, *array.shape[1:]), array.dtype) for array in layer.arrays]
+        parts = contents_of(store.held(), store.config, first, end, copy=False)
+        layer = LayerContents(
+            *(rows[0], rows[1], rows[2], rows[3], layer.key_map), parts=parts, turns=layer.turns
+        )
+    turns = layer.turns and layer.turns.moved(first, end)
     return replace(layer, num_dropped=0, turns=turns)
 
 
@@ -260,7 +277,8 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
     for number, rows in enumerate(_groups(cache)):
         files.append(f"rows-{conversation}-{number}.safetensors")
         save_session(_Rows(rows, conversation), os.path.join(folder, files[-1]), like=index)
-        places.update({id(row): [number, place] for place, row in enumerate(rows)})
+        gap = [_gap(rows[0])] if _gap(rows[0]) else []
+        places.update({id(row): [number, place, *gap] for place, row in enumerate(rows)})
     layers: list[Any] = [None] * len(cache.layers)
     for number, layer in _rows_layers(cache):
         layers[number] = {
@@ -320,7 +338,8 @@ def _groups(cache: Any) -> Iterator[list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for _, layer in _rows_layers(cache):
         for row in layer.rows:
-            groups.setdefault((CacheFormat.of([store_of(row).config]), len(row)), []).append(row)
+            gap, form = _gap(row), CacheFormat.of([store_of(row).config])
+            groups.setdefault((form, len(row) + gap, gap), []).append(row)
     for rows in groups.values():
         for first in range(0, len(rows), MAX_LAYERS):
             yield rows[first : first + MAX_LAYERS]
@@ -421,7 +440,7 @@ def _read(folder: str, config: Any, of: Any) -> Saved:
         files = [_read_rows(folder, file, fields["conversation"]) for file in fields["files"]]
         options = dict(fields["options"])
         rows = [
-            layer and [files[file].layer(place).copy() for file, place in layer["rows"]]
+            layer and [_row_at(files, *place) for place in layer["rows"]]
             for layer in fields["layers"]
         ]
         states = _read_states(folder, fields["states"]) if "states" in fields else {}
@@ -444,6 +463,13 @@ def _read_states(folder: str, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
         raise CorruptFileError(f"{os.path.join(folder, name)}: it was changed or damaged")
     tensors: dict[str, torch.Tensor] = safetensors.torch.load(data)
     return tensors
+
+
+def _row_at(files: list[Any], file: int, place: int, gap: int = 0) -> Any:
+    """A row of a file, less the tokens before its first."""
+    row = files[file].layer(place).copy()
+    row.drop_first(gap)
+    return row
 
 
 def _read_rows(folder: str, name: str, conversation: str) -> Any:

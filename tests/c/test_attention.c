@@ -112,6 +112,7 @@ static kvedge_layer_config random_config(int dim, int num_kv_heads) {
   if (random_below(3) == 0) config.value_format = KVEDGE_VALUES(random_below(KVEDGE_NUM_FORMATS));
   config.scale_type = random_below(2) ? KVEDGE_SCALE_FLOAT32 : KVEDGE_SCALE_FLOAT16;
   config.group_size = ONE_OF(0, 0, 32, 64);
+  config.value_rotation = random_below(4) == 0;
   return config;
 }
 

@@ -94,6 +94,7 @@ static void add_parts(sample *s, int i, int length) {
   kvedge_layer_get_config(s->layers[i], &config);
   const int in_runs = config.format == KVEDGE_NO_ROWS, dropped = (int)s->own[i].dropped;
   config.format = i % 2 ? KVEDGE_FLOAT16 : KVEDGE_BFLOAT16, config.value_format = 0, config.capacity = 64;
+  config.value_rotation = 0;
   s->own[i].recent = 2, s->own[i].sinks = s->own[i].window ? 0 : 3;
   s->parts[i].first = new_part(config, s->own[i].window ? 0 : 2);
   s->parts[i].last = new_part(config, length - dropped < 5 ? length - dropped : 5);
@@ -123,7 +124,8 @@ static sample new_sample(int num_layers, int length) {
                                         .value_head_dim = i % 4 == 3 ? 3 : 0,
                                         .value_format =
                                             i % 5 == 2 && i % 6 != 1 ? KVEDGE_VALUES(i / 5 % KVEDGE_NUM_FORMATS) : 0,
-                                        .group_size = i % 2 ? 0 : 4};
+                                        .group_size = i % 2 ? 0 : 4,
+                                        .value_rotation = i % 4 == 1};
     s.own[i].window = i > 7 ? 4 : 0;
     s.own[i].dropped = s.own[i].window && length > 3 ? length - 3 : 0;
     s.layers[i] = new_layer(config, length + i % 2); /* one more than is saved */
@@ -537,7 +539,10 @@ static void test_parts_that_do_not_fit(void) {
   /* Of a longer `last`, a file has the last tokens. */
   const int64_t n = 170;
   float *rows = random_floats((size_t)n * 6, 1.0f);
-  kvedge_layer *long_rows = new_layer((kvedge_layer_config){KVEDGE_INT8, 0, n, 2, 3, 0, 0, 0}, (int)n), *first = NULL;
+  kvedge_layer *long_rows = new_layer(
+                   (kvedge_layer_config){.format = KVEDGE_INT8, .capacity = n, .num_kv_heads = 2, .head_dim = 3},
+                   (int)n),
+               *first = NULL;
   kvedge_layer_set_len(other, 0), config.capacity = 1;
   CHECK(kvedge_layer_append(other, rows, rows, n) == KVEDGE_OK);
   kvedge_layer_create(&config, &first);

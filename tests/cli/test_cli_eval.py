@@ -70,7 +70,7 @@ def test_a_key_bias_is_told_and_costs_int8_much(capsys):
 def test_what_is_recommended_is_right_for_keys_with_a_bias(capsys):
     arguments = ("--tokens", 400, "--window", 100, "--formats", "auto", "int8", "--key-bias", "100")
     _, auto, int8 = _eval(capsys, *arguments)["formats"]
-    assert auto["options"] == {"key_scale": "auto"}
+    assert auto["options"] == {"value_dtype": "int8", "value_rotation": True}
     assert auto["kl"] < int8["kl"] / 20
 
 

@@ -135,7 +135,9 @@ def test_first_and_last_tokens_reach_the_cache(session, capsys):
 def test_cache_auto_is_what_is_recommended(session, capsys):
     _generate(capsys, "--tokens", 20, "--cache", "auto", "--save-session", session)
     cache = kvedge.KVCache.load(session)
-    assert cache.dtype == "int8" and cache.key_scale is not None and cache.key_offset is None
+    assert (cache.dtype, cache.value_dtype, cache.value_rotation) == ("kivi8", "int8", True)
+    assert cache.key_scale is None and cache.key_offset is None
+    _generate(capsys, "--tokens", 2, "--cache", "auto", "--load-session", session)
 
 
 def test_precision_bits_and_tolerance_reach_attention(capsys, monkeypatch):

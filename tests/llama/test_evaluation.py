@@ -293,7 +293,8 @@ def test_configurations_are_named_by_format_and_options():
         CacheChoice("int8", "int8"),
     ]
     (auto,) = parse_choices(["auto:group_size=4"])
-    assert (auto.dtype, auto.cache_options) == ("int8", {"key_scale": "auto", "group_size": 4})
+    assert (auto.dtype, auto.cache_options["value_dtype"]) == ("kivi8", "int8")
+    assert (auto.cache_options["value_rotation"], auto.cache_options["group_size"]) == (True, 4)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def assert_copied(copy, cache, tmp_path, **options):
         {"key_scale": "auto"},
         {"window": 4},
         {"window": [None, 6]},
+        {"value_rotation": True},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
@@ -129,6 +130,7 @@ def test_c_copies_layers_that_differ(copy, tmp_path, rng):
         {"num_kv_heads": 2, "head_dim": 40, "scale_dtype": "float16", "value_head_dim": 8},
         {"num_kv_heads": 4, "head_dim": 40, "dtype": "fp8_e5m2"},
         {"num_kv_heads": 2, "head_dim": 33, "dtype": "int4"},
+        {"num_kv_heads": 2, "head_dim": 40, "value_rotation": True},
         {"num_kv_heads": 2, "head_dim": 40, "value_dtype": "int4", "group_size": 16},
         {"num_kv_heads": 2, "head_dim": 24, "dtype": "float16", "value_dtype": "float32"},
     ] * 3  # names of layers are sorted as text: 10 before 2
@@ -148,6 +150,7 @@ PARTS = [
     {"recent": 3, "sinks": 2, "recent_dtype": "int4"},
     {"recent": 4, "recent_dtype": "fp8_e5m2", "window": 6},
     {"recent": 33, "window": [None, 40]},
+    {"recent": 4, "value_rotation": True},
 ]
 
 
@@ -224,6 +227,7 @@ def test_c_copies_parts_of_layers_that_differ(copy, tmp_path, rng):
     shape = {"num_kv_heads": 2, "head_dim": 40}
     shapes = [
         {**shape, "dtype": "kivi4"},
+        {**shape, "dtype": "kivi4", "value_rotation": True},
         {**shape, "group_size": 8, "recent": 4, "recent_dtype": "int4"},
         {**shape, "dtype": "kivi2", "recent": 8, "sinks": 3, "recent_dtype": "float32"},
         {"num_kv_heads": 1, "head_dim": 24, "dtype": "float32", "window": 3},
@@ -253,7 +257,7 @@ def test_c_copies_parts_of_layers_that_differ(copy, tmp_path, rng):
         {"dtype": "kivi4"},
         {"dtype": "kivi8", "recent": 5, "sinks": 70, "recent_dtype": "int8"},
         {"dtype": "kivi4", "window": 50, "value_head_dim": 24},
-        {"dtype": "kivi4/int8", "recent": 40},
+        {"dtype": "kivi4/int8", "recent": 40, "value_rotation": True},
         {"dtype": "int8/kivi2", "recent": 5, "sinks": 3, "key_scale": np.stack([SCALE] * LAYERS)},
         {"dtype": "kivi4/int8", "window": 50, "value_head_dim": 24},
     ],

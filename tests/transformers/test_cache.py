@@ -231,13 +231,16 @@ def test_memory_is_that_of_the_tokens(config):
     cache = KvedgeCache(config)
     assert cache.memory_bytes == 0
     step([cache], 6, batch=2)
-    per_token = 2 * 2 * (16 + 4)  # keys and values, heads, a row of 16 and its scale
+    per_token = 2 * (16 + 2 + 16 + 4)  # heads; a key, its share of steps; a value and its scale
     assert cache.memory_bytes == 4 * 2 * 6 * per_token
+    rows = KvedgeCache(config, "int8")
+    step([rows], 6, batch=2)
+    assert rows.memory_bytes == 4 * 2 * 6 * 2 * 2 * (16 + 4)
 
 
 @pytest.mark.skipif(system.process_bytes() is None, reason="reads /proc")
 def test_the_process_grows_by_a_quarter_of_float32():
-    """A cache of 33 MB in float32: head_dim 64, where a row has 68 bytes instead of 256."""
+    """A cache of 33 MB in float32: head_dim 64, where a row has 68 or 72 bytes instead of 256."""
     config, shape = tiny_model("llama").config, (1, 2, 2048, 64)
     keys, values = torch.randn(shape), torch.randn(shape)
     cache = KvedgeCache(config)
@@ -245,13 +248,35 @@ def test_the_process_grows_by_a_quarter_of_float32():
     for layer in range(4):
         for _ in range(4):
             cache.update(keys, values, layer)
-    assert system.process_bytes() - before < 0.3 * 4 * 8192 * 2 * 2 * 64 * 4
+    assert system.process_bytes() - before < 0.33 * 4 * 8192 * 2 * 2 * 64 * 4
 
 
 def test_options_of_storage_are_those_of_a_kvcache():
     """All but the shape, which the model has; the types name the same."""
-    assert {"dtype", "group_size", "scale_dtype", "key_offset"} <= set(options.STORAGE)
-    assert {"dtype", *StorageArguments.__annotations__} == set(options.STORAGE)
+    assert {"dtype", "group_size", "scale_dtype", "key_offset"} <= set(options.NAMES)
+    assert {"dtype", *StorageArguments.__annotations__} == set(options.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ({}, ("kivi8", "int8", True)),
+        ({"recent": 8}, ("kivi8", "int8", True)),
+        ({"value_dtype": "int4"}, ("kivi8", "int4", False)),
+        ({"key_dtype": "float16"}, ("float16", "int8", True)),
+        ({"key_offset": "auto"}, ("int8", "int8", False)),
+        ({"key_scale": np.ones((4, 2, 16), np.float32)}, ("int8", "int8", False)),
+        ({"dtype": "kivi8"}, ("kivi8", "kivi8", False)),
+        ({"dtype": "int8"}, ("int8", "int8", False)),
+    ],
+    ids=lambda each: "-".join(map(str, each)) or "nothing",
+)
+def test_what_is_recommended_gives_way_to_what_is_asked_for(config, given, stored):
+    cache = KvedgeCache(config, **given)
+    step([cache], 40)
+    row = cache.layers[0].rows[0]
+    assert (row.dtype, row.value_dtype, row.value_rotation) == stored
+    assert (row.key_scale is not None) == (row.dtype == "int8")
 
 
 def test_layers_may_differ_in_storage(config):

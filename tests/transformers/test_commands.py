@@ -57,7 +57,7 @@ def test_eval_reads_a_text_on_a_kvedge_cache(folder, tmp_path, capsys):
     assert exact["kl"] == 0 and all(0 < each["kl"] < 0.02 for each in others)
     assert exact["bytes_per_token"] > 3 * 5 * 2 * 4 * 8
     # Of long contexts, as without --hf; those of 59 tokens would hold more in their last ones.
-    assert [each["bits_per_value"] for each in others] == [12, 12, 16, 12, 10.5]
+    assert [each["bits_per_value"] for each in others] == [10.5, 12, 16, 12, 10.5]
     assert (
         main(
             [
@@ -81,7 +81,7 @@ def test_storage_flags_reach_the_cache(folder, capsys):
     flags = ["--cache", "auto", "--scale-dtype", "float16", "--precision-bits", "8"]
     assert main(["generate", "--hf", str(folder), "--tokens", "4", "--json", *flags]) == 0
     summary = json.loads(capsys.readouterr().out)["cache"]
-    assert summary["used_bytes"] == summary["tokens"] * 5 * 2 * 4 * (8 + 2)
+    assert summary["used_bytes"] == summary["tokens"] * 5 * 4 * (8 + 1 + 8 + 2)
 
 
 def test_draws_repeat_with_their_seed(folder, capsys):

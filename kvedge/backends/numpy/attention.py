@@ -20,6 +20,7 @@ import numpy as np
 from kvedge.core.checks import FLOAT32_MAX, FLOAT32_TINY
 from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
+from kvedge.core.hadamard import rotate
 from kvedge.core.key_map import KeyMap
 from kvedge.core.memory import Slabs
 from kvedge.core.options import AttendOptions
@@ -40,15 +41,20 @@ class StoredPart(NamedTuple):
     stop: int
     turn: Turn = ()  # that keys are to get
 
-    def rows(self, values: bool, heads: slice, at: Any, *, with_offset: bool) -> np.ndarray:
-        """float64 (tokens, heads, channels) of rows `at`; keys with their offset or without."""
-        rows = self.slabs.side(values, self.config).decode((at, heads), np.float64)
+    def keys(self, heads: slice, at: Any, *, with_offset: bool) -> np.ndarray:
+        """float64 (tokens, heads, head_dim) of rows `at`, with their offset or without."""
+        rows = self.slabs.side(False, self.config).decode((at, heads), np.float64)
         offset, scale = self.key_map
-        if scale is not None and not values:
+        if scale is not None:
             rows = np.asarray(rows * scale[heads])
-        if offset is not None and not values and with_offset:
+        if offset is not None and with_offset:
             rows = np.asarray(rows + offset[heads])
-        return rows if values or not self.turn else turned(self.turn, rows)
+        return turned(self.turn, rows) if self.turn else rows
+
+    def values(self, heads: slice, at: Any, *, rotated: bool) -> np.ndarray:
+        """float64 (tokens, heads, value_head_dim) of rows `at`, rotated or as they were given."""
+        rows = self.slabs.side(True, self.config).decode((at, heads), np.float64)
+        return rows if rotated == self.config.value_rotation else rotate(rows)
 
 
 class Stored:
@@ -71,13 +77,14 @@ class Stored:
         # What all keys are stored less, where it is one vector.
         alone = len(parts) == 1 and not parts[0].turn
         self.offset = parts[0].key_map.offset if alone else None
+        self.rotated = config.value_rotation  # so are values, and what is summed of them
 
     def keys(self, heads: slice, tokens: slice) -> np.ndarray:
         """float64 (tokens, heads, head_dim) without `offset`; exact."""
         return self._joined(False, heads, tokens)
 
     def values(self, heads: slice, tokens: slice) -> np.ndarray:
-        """float64 (tokens, heads, value_head_dim); exact."""
+        """float64 (tokens, heads, value_head_dim), `rotated` or not; exact."""
         return self._joined(True, heads, tokens)
 
     def _joined(self, values: bool, heads: slice, tokens: slice) -> np.ndarray:
@@ -87,8 +94,13 @@ class Stored:
             if start < stop:
                 first = part.first - part.start
                 at = slice(first + start, first + stop)
-                rows.append(part.rows(values, heads, at, with_offset=self.offset is None))
+                rows.append(self._rows(part, values, heads, at))
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+    def _rows(self, part: StoredPart, values: bool, heads: slice, at: slice) -> np.ndarray:
+        if values:
+            return part.values(heads, at, rotated=self.rotated)
+        return part.keys(heads, at, with_offset=self.offset is None)
 
 
 @in_default_mode
@@ -200,6 +212,8 @@ def _attend_block(
         summed *= decay[..., np.newaxis]
         largest = new_largest
     out = summed / np.where(total == 0, 1.0, total)[..., np.newaxis]
+    if stored.rotated:
+        out = rotate(out)
     return out, largest + np.log(total) + shift
 
 

@@ -12,12 +12,10 @@ from kvedge.cache.cache import KVCache as BaseCache
 from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
-from kvedge.core.formats import Format
 from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions, default_scale
-from kvedge.core.rows import RowShape
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer.editing import keep_rows
 from kvedge.layer.keys import decide, mark, return_to
@@ -161,8 +159,9 @@ class LayerStore:
         if self.key_map_is_open:
             decide(self, keys)
         config = self.config
-        self._refuse(keys, self.key_map, "keys", config.key_format, config.key_rows)
-        self._refuse(values, NO_MAP, "values", config.value_format, config.value_rows)
+        self._refuse_keys(keys)
+        for block in self._blocks(len(values)):
+            checks.refuse_values(values[block], config)
         if self.parts is not None:
             self.parts.refuse(keys, values)
 
@@ -193,15 +192,14 @@ class LayerStore:
         self.filled(held.num_tokens, n)
         self._now = held._replace(num_tokens=held.num_tokens + n)
 
-    def _refuse(
-        self, rows: np.ndarray, key_map: KeyMap, name: str, form: Format, shape: RowShape
-    ) -> None:
-        """Raise if any of the rows cannot be stored, before the first is written."""
-        for block in self._blocks(len(rows)):
-            mapped = key_map.to_stored(rows[block])
+    def _refuse_keys(self, keys: np.ndarray) -> None:
+        """Raise if any of the keys cannot be stored."""
+        config, key_map = self.config, self.key_map
+        for block in self._blocks(len(keys)):
+            mapped = key_map.to_stored(keys[block])
             if not key_map.is_plain:
                 checks.check_finite(mapped, key_map.text)
-            form.refuse(mapped, name, shape)
+            config.key_format.refuse(mapped, "keys", config.key_rows)
 
     @in_default_mode
     def write_rows(self, row: int, keys: np.ndarray, values: np.ndarray) -> None:
@@ -213,7 +211,7 @@ class LayerStore:
                 self.key_map.to_stored(keys[block]), config.key_rows
             )
             rows.value_codes[:], rows.value_scales[:] = config.value_format.encode(
-                values[block], config.value_rows
+                config.stored_values(values[block]), config.value_rows
             )
 
     def _blocks(self, n: int) -> Iterator[slice]:
@@ -247,6 +245,8 @@ class LayerStore:
         for block in self._blocks(stop - start):
             at = slice(start + block.start, start + block.stop)
             clamp(key_map.from_stored(stored.decode(at, np.float32)), out[block])
+            if values:
+                out[block] = self.config.read_values(out[block])
         return out
 
     def attend(self, query: Array, options: Mapping[str, Any]) -> Any:

@@ -61,7 +61,7 @@ class _StoredInBlocks(attention.Stored):
             start, stop = max(tokens.start, part.start), min(tokens.stop, part.stop)
             for own, at in runs(part.table, part.block_size, start, max(start, stop)):
                 stored = _stored(part, at.start, own.start, own.stop)
-                rows.append(stored.rows(values, heads, at, with_offset=False))
+                rows.append(self._rows(stored, values, heads, at))
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
