@@ -42,7 +42,7 @@ def is_for_each_layer(value: Any) -> bool:
 def of_policy(policy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of storage as a policy, or its file, has them; `given` are those beside it."""
     for name, value in given.items():
-        if name in NAMES and value is not (AUTO if name == "dtype" else None):
+        if name in NAMES and (name, value) != ("dtype", AUTO):
             raise InvalidArgumentError(f"{name} does not go with a policy, which says it")
     if not isinstance(policy, LayerPolicy):
         policy = LayerPolicy.load(policy)

@@ -52,7 +52,8 @@ def edited(group):
 def scales_behind_padding(group):
     """What keys of a padded sequence are divided by, whose first chunk is all padding."""
     model = tiny_model("qwen2")
-    cache = KvedgeCache(model.config, group=group, block_size=None if group is None else 8)
+    block_size = None if group is None else 8
+    cache = KvedgeCache(model.config, "int8", group=group, block_size=block_size)
     ids, mask = inputs_of(2, 21).values()
     for low, high in ((0, 12), (12, ids.shape[1])):
         model(ids[:, low:high], attention_mask=mask[:, :high], past_key_values=cache)

@@ -127,7 +127,7 @@ def test_another_checkpoint_and_damaged_states_are_refused(tmp_path):
 
 def test_checkpoints_are_bounded_and_the_last_ones_near():
     model = model_of("Lfm2")
-    cache = KvedgeCache(model.config, checkpoints=5, checkpoint_every=16)
+    cache = KvedgeCache(model.config, "float32", checkpoints=5, checkpoint_every=16)
     for t in range(300):
         step(model, cache, prompt(1, 1, seed=t)["input_ids"])
     held = cache.checkpoints
@@ -135,7 +135,9 @@ def test_checkpoints_are_bounded_and_the_last_ones_near():
     gaps = [b - a for a, b in itertools.pairwise(held)]
     assert gaps[0] >= gaps[-1] and held[0] < 150
     one = cache.checkpoint_bytes // 5
-    small = KvedgeCache(model.config, checkpoints=9, checkpoint_every=16, checkpoint_bytes=2 * one)
+    small = KvedgeCache(
+        model.config, "float32", checkpoints=9, checkpoint_every=16, checkpoint_bytes=2 * one
+    )
     for t in range(100):
         step(model, small, prompt(1, 1, seed=t)["input_ids"])
     assert len(small.checkpoints) == 2 and small.checkpoint_bytes <= 2 * one
