@@ -48,10 +48,10 @@ def add_option(group: Any) -> None:
         choices=(AUTO, LLAMA_CPP, NUMPY, TRANSFORMERS),
         metavar="ENGINE",
         default=AUTO,
-        help="auto, or what runs the model: llama.cpp (a GGUF file; pip install llama-cpp-python), "
-        "with kvedge's attention on its own cache; numpy, kvedge's own runtime and cache; transformers "
-        "(--hf DIR). auto, the default, is llama.cpp where it can do what is asked, and the "
-        "summary says which and why",
+        help="auto, or what runs the model: llama.cpp (a GGUF file; pip install "
+        "llama-cpp-python), with kvedge's attention on its own cache; numpy, kvedge's own runtime "
+        "and cache; transformers (--hf DIR). auto, the default, is llama.cpp where it can do what "
+        "is asked, and the summary says which and why",
     )
 
 
