@@ -28,7 +28,7 @@ from kvedge.paged import snapshot as snapshots
 from kvedge.paged.batch import as_list
 from kvedge.paged.exchange import check_nothing_pending
 from kvedge.paged.pool import KvBlockPool, state_of
-from kvedge.paged.prefixes import as_token_ids
+from kvedge.paged.prefixes import as_namespace, as_token_ids
 from kvedge.paged.sequences import SequenceState
 from kvedge.paged.snapshot import PagedSnapshot
 from kvedge.paged.state import PagedState
@@ -447,7 +447,13 @@ class PagedKvCache:
 
     # ---- prefixes --------------------------------------------------------------------------------
 
-    def register(self, seq: int, token_ids: Sequence[int] | np.ndarray) -> None:
+    def register(
+        self,
+        seq: int,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        namespace: str | None = None,
+    ) -> None:
         """Tell which token ids a sequence was computed from, so that others can share its blocks.
 
         Only full blocks are registered, and they stay to be found when the sequence is dropped,
@@ -458,6 +464,9 @@ class PagedKvCache:
         seq : int
         token_ids : sequence or array of int
             Of the sequence's first len(token_ids) tokens.
+        namespace : str, optional
+            Whatever keys depend on beside token ids, or may not be shared across: a tenant, an
+            adapter, the digest of an image. Only the same namespace finds these blocks.
 
         Raises
         ------
@@ -470,14 +479,19 @@ class PagedKvCache:
         state = self._state
         with state.pool.lock:
             sequence, ids = state.sequence(seq), as_token_ids(token_ids)
+            space = as_namespace(namespace)
             if len(ids) > sequence.length:
                 raise ShapeMismatchError(
                     f"{len(ids)} token ids for the {sequence.length} tokens of sequence {seq}"
                 )
-            state.pool.blocks.prefixes.add(ids, sequence.table.tolist())
+            state.pool.blocks.prefixes.add(ids, space, sequence.table.tolist())
 
     def match_prefix(
-        self, token_ids: Sequence[int] | np.ndarray, *, leave: int = 0
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        leave: int = 0,
+        namespace: str | None = None,
     ) -> tuple[int, int]:
         """Begin a sequence with the longest registered prefix of some tokens, sharing its blocks.
 
@@ -488,6 +502,8 @@ class PagedKvCache:
         leave : int
             So many of the last tokens are not looked for. A model needs to run at least one of a
             prompt to say what comes next: leave=1.
+        namespace : str, optional
+            As of :meth:`register`.
 
         Returns
         -------
@@ -506,13 +522,13 @@ class PagedKvCache:
         Token ids are compared one by one, never by a hash alone, so a prefix cannot be mistaken for
         another (https://docs.vllm.ai/en/latest/design/prefix_caching.html).
         """
-        ids = as_token_ids(token_ids)
+        ids, space = as_token_ids(token_ids), as_namespace(namespace)
         leave = checks.as_int(leave, "leave")
         if leave < 0:
             raise InvalidArgumentError(f"leave must be at least 0, not {leave}")
         pool = self._state.pool
         with pool.lock:
-            table = pool.blocks.match(ids[: max(0, len(ids) - leave)])
+            table = pool.blocks.match(ids[: max(0, len(ids) - leave)], space)
             n = len(table) * pool.block_size
             sequence = SequenceState(pool.num_layers, table, n, pool.new_parts(n))
             return self._state.add(sequence), n
@@ -596,7 +612,11 @@ class PagedKvCache:
             self.drop(seq)
 
     def swap_in(
-        self, path: str | os.PathLike[str], *, token_ids: Sequence[int] | np.ndarray | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        token_ids: Sequence[int] | np.ndarray | None = None,
+        namespace: str | None = None,
     ) -> int:
         """Begin a sequence with the tokens that :meth:`swap_out` wrote; the file stays.
 
@@ -607,6 +627,8 @@ class PagedKvCache:
         token_ids : sequence or array of int, optional
             Of the sequence's first tokens, as of :meth:`register`: what is registered of them is
             shared, and only the rest is taken from the file.
+        namespace : str, optional
+            As of :meth:`register`.
 
         Returns
         -------
@@ -623,7 +645,7 @@ class PagedKvCache:
         """
         cache = registry.active("KVCache").load(path, mmap=True)
         ids = None if token_ids is None else as_token_ids(token_ids)
-        return exchange.from_cache(self._state, cache, ids)
+        return exchange.from_cache(self._state, cache, ids, as_namespace(namespace))
 
     # ---- to and from a KVCache -------------------------------------------------------------------
 

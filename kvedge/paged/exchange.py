@@ -41,7 +41,9 @@ def to_cache(state: PagedState, seq: int, max_seq_len: int | None) -> KVCache:
     return cache_holding(CacheContents(_format(pool), length, tuple(layers)), max_seq_len)
 
 
-def from_cache(state: PagedState, cache: object, token_ids: np.ndarray | None) -> int:
+def from_cache(
+    state: PagedState, cache: object, token_ids: np.ndarray | None, namespace: bytes = b""
+) -> int:
     """Begin a sequence with a cache's tokens, but for what is registered of `token_ids`."""
     pool = state.pool
     if not isinstance(cache, KVCache):
@@ -72,7 +74,7 @@ def from_cache(state: PagedState, cache: object, token_ids: np.ndarray | None) -
     ]
     with pool.lock:
         # Held before blocks are taken, which may be theirs.
-        first = NO_BLOCKS if token_ids is None else pool.blocks.find(token_ids)
+        first = NO_BLOCKS if token_ids is None else pool.blocks.find(token_ids, namespace)
         start = len(first) * pool.block_size
         taken = fine = NO_BLOCKS
         parts = None

@@ -21,11 +21,13 @@ and left out likewise,
     first                        int64 (sequences,): so many first tokens are there, at most
 
 How many own a block follows from the tables. ``format_version`` is 1, 2 with first and last
-tokens, 3 with runs.
+tokens, 3 with runs; with ``+namespaces`` behind it the metadata ``prefix_namespaces`` is JSON, the
+namespace of each first block that has one, by the block's number as text.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,6 +46,7 @@ from kvedge.files.tensors import corrupt, number
 from kvedge.layer.parts import runs_end
 from kvedge.paged.parts import TOKENS, PartBlocks
 from kvedge.paged.pool import KvBlockPool, state_of
+from kvedge.paged.prefixes import as_namespace
 from kvedge.paged.sequences import SequenceParts, SequenceState
 from kvedge.paged.state import PoolState
 from kvedge.paged.store import BlockStoreMethods
@@ -54,6 +57,7 @@ _FORMAT = "kvedge pool"
 _VERSION = "1"
 _VERSION_WITH_PARTS = "2"
 _VERSION_OF_RUNS = "3"  # in files of runs of version 2, which no release wrote, codes lay otherwise
+_NAMESPACES = "+namespaces"  # behind a version; no reader may take their prefixes for anyone's
 _OF_ROWS = ("num_kv_heads", "head_dim", "value_head_dim")
 _NUMBERS = ("num_blocks", "block_size", "num_layers", *_OF_ROWS)
 
@@ -78,7 +82,13 @@ def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.Pat
     used[list(held)] = np.maximum(used[list(held)], 1)  # perhaps with no run yet
     saved = np.flatnonzero(used)
     place = _places(used)
-    ids = np.frombuffer(b"".join(ids for _, _, ids in known), np.int64)
+    ids_bytes = 8 * pool.block_size
+    ids = np.frombuffer(b"".join(ids[-ids_bytes:] for _, _, ids in known), np.int64)
+    namespaces = {
+        str(place[block]): ids[:-ids_bytes].decode("utf-8", "surrogatepass")
+        for block, _, ids in known
+        if len(ids) > ids_bytes
+    }
     tensors: dict[str, np.ndarray] = {
         "lengths": np.array(lengths, np.int64),
         "tables": place[np.concatenate(tables or [saved[:0]])],
@@ -115,6 +125,9 @@ def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.Pat
         tensors |= tensors_of_parts
     if _is_in_runs(fields):
         fields["format_version"] = _VERSION_OF_RUNS
+    if namespaces:
+        fields["format_version"] += _NAMESPACES
+        fields["prefix_namespaces"] = json.dumps(namespaces)
     tensor_file.write(path, fields, tensors)
 
 
@@ -194,6 +207,8 @@ def load(
     """A new pool, and the sequences in it, each of which holds its blocks."""
     path, fields, arrays = tensor_file.read(path, _FORMAT)
     version, in_runs = fields.get("format_version"), _is_in_runs(fields)
+    if version is not None and version.endswith(_NAMESPACES):
+        version = version.removesuffix(_NAMESPACES)
     readable = (_VERSION_OF_RUNS,) if in_runs else (_VERSION, _VERSION_WITH_PARTS)
     if version not in readable:
         corrupt(path, f"its format_version is {version!r}, not {' or '.join(map(repr, readable))}")
@@ -252,7 +267,7 @@ def load(
     parts: list[SequenceParts | None] = [None] * len(sequences)
     if state.parts is not None:
         parts = [*_load_parts(path, fields, arrays, state.parts, [n for _, n in sequences])]
-    _add_prefixes(path, arrays, state, depth)
+    _add_prefixes(path, fields, arrays, state, depth)
     known = {block for block, _, _ in state.blocks.prefixes.nodes()}
     idle = tensor_file.check_array(path, arrays, "idle", np.int32, arrays["idle"].shape).tolist()
     unheld = {block for block in range(blocks) if not counts[block]}
@@ -383,7 +398,11 @@ def _sequences(
 
 
 def _add_prefixes(
-    path: str, arrays: dict[str, np.ndarray], pool: PoolState, depth: np.ndarray
+    path: str,
+    fields: Mapping[str, str],
+    arrays: dict[str, np.ndarray],
+    pool: PoolState,
+    depth: np.ndarray,
 ) -> None:
     """Make the prefixes known again."""
     known, blocks = arrays["prefix_blocks"].shape, len(depth)
@@ -392,11 +411,27 @@ def _add_prefixes(
     shape = (*known, pool.block_size)
     ids = tensor_file.check_array(path, arrays, "prefix_ids", np.int64, shape)
     places: dict[int, int] = {-1: -1}
+    namespaces = _namespaces(path, fields)
     for block, parent, of_block in zip(listed.tolist(), parents.tolist(), ids, strict=True):
         if not 0 <= block < blocks or block in places or parent not in places:
             corrupt(path, "its prefixes are no tree of its blocks")
         places[block] = places[parent] + 1
         if depth[block] not in (-1, places[block]):
             corrupt(path, "a prefix has a block elsewhere than its sequences do")
-        if not pool.blocks.prefixes.add_block(parent, of_block.tobytes(), block):
+        space = namespaces.pop(str(block), b"")
+        if space and parent >= 0:
+            corrupt(path, "a namespace does not stand at the beginning of a prefix")
+        if not pool.blocks.prefixes.add_block(parent, space + of_block.tobytes(), block):
             corrupt(path, "two of its prefixes are the same")
+    if namespaces:
+        corrupt(path, "it has namespaces of prefixes that are not there")
+
+
+def _namespaces(path: str, fields: Mapping[str, str]) -> dict[str, bytes]:
+    """What stands before the ids of first blocks, by the block's number as text."""
+    text = fields.get("prefix_namespaces", "{}")
+    try:
+        read = json.loads(text)
+        return {block: as_namespace(space) for block, space in read.items()}
+    except (ValueError, AttributeError, RecursionError) as error:  # InvalidArgumentError is one
+        corrupt(path, f"its prefix_namespaces are no texts by blocks: {error}")

@@ -177,15 +177,15 @@ class KnownBlocks(BlockOwners):
         """Let known blocks that nobody holds be idle, the least recently used first."""
         self.idle.update(dict.fromkeys(blocks))
 
-    def find(self, token_ids: np.ndarray) -> np.ndarray:
+    def find(self, token_ids: np.ndarray, namespace: bytes) -> np.ndarray:
         """The blocks of the longest known prefix, held once more."""
-        blocks = np.array(self.prefixes.find(token_ids), np.int32)
+        blocks = np.array(self.prefixes.find(token_ids, namespace), np.int32)
         self.hold(blocks)
         return blocks
 
-    def match(self, token_ids: np.ndarray) -> np.ndarray:
+    def match(self, token_ids: np.ndarray, namespace: bytes) -> np.ndarray:
         """As :meth:`find`, counted as a hit or a miss."""
-        blocks = np.array(self.prefixes.match(token_ids), np.int32)
+        blocks = np.array(self.prefixes.match(token_ids, namespace), np.int32)
         self.hold(blocks)
         return blocks
 
@@ -204,9 +204,9 @@ class KnownBlocks(BlockOwners):
         self._freed.extend(reversed(self.idle))
         self.idle.clear()
 
-    def pin(self, token_ids: np.ndarray) -> int:
+    def pin(self, token_ids: np.ndarray, namespace: bytes) -> int:
         """Hold the blocks of the longest known prefix until they are unpinned; how many."""
-        blocks = self.prefixes.find(token_ids)
+        blocks = self.prefixes.find(token_ids, namespace)
         wanted = len(self.pinned.keys() | set(blocks))
         if wanted > self.max_pinned:
             raise CapacityExceededError(
@@ -218,9 +218,11 @@ class KnownBlocks(BlockOwners):
         self.pinned.update(blocks)
         return len(blocks)
 
-    def unpin(self, token_ids: np.ndarray) -> int:
+    def unpin(self, token_ids: np.ndarray, namespace: bytes) -> int:
         """Undo one :meth:`pin` of the same tokens; how many blocks were pinned."""
-        blocks = [block for block in self.prefixes.find(token_ids) if block in self.pinned]
+        blocks = [
+            block for block in self.prefixes.find(token_ids, namespace) if block in self.pinned
+        ]
         self._unpin(blocks)
         return len(blocks)
 

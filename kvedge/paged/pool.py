@@ -26,7 +26,7 @@ from kvedge.errors import (
     ShapeMismatchError,
 )
 from kvedge.paged.parts import SEQUENCES, TOKENS, blocks_of_sequence
-from kvedge.paged.prefixes import as_token_ids
+from kvedge.paged.prefixes import as_namespace, as_token_ids
 from kvedge.paged.state import PoolState
 
 if TYPE_CHECKING:
@@ -427,7 +427,9 @@ class KvBlockPool(ConfigFacts):
         with self._state.lock:
             self._state.blocks.forget_all()
 
-    def pin_prefix(self, token_ids: Sequence[int] | np.ndarray) -> int:
+    def pin_prefix(
+        self, token_ids: Sequence[int] | np.ndarray, *, namespace: str | None = None
+    ) -> int:
         """Keep the longest registered prefix of some tokens until it is unpinned.
 
         So a system prompt is still found when the memory of other prefixes had to be used again.
@@ -436,6 +438,8 @@ class KvBlockPool(ConfigFacts):
         Parameters
         ----------
         token_ids : sequence or array of int
+        namespace : str, optional
+            As of :meth:`PagedKvCache.register`.
 
         Returns
         -------
@@ -447,18 +451,22 @@ class KvBlockPool(ConfigFacts):
         CapacityExceededError
             More blocks would be pinned than `max_pinned_blocks`; nothing has changed.
         InvalidArgumentError, ShapeMismatchError
-            Not integers in one dimension.
+            Not integers in one dimension; or no namespace.
         """
-        ids = as_token_ids(token_ids)
+        ids, space = as_token_ids(token_ids), as_namespace(namespace)
         with self._state.lock:
-            return self._state.blocks.pin(ids) * self.block_size
+            return self._state.blocks.pin(ids, space) * self.block_size
 
-    def unpin_prefix(self, token_ids: Sequence[int] | np.ndarray) -> int:
+    def unpin_prefix(
+        self, token_ids: Sequence[int] | np.ndarray, *, namespace: str | None = None
+    ) -> int:
         """Undo one :meth:`pin_prefix` of the same tokens; the prefix stays to be found for now.
 
         Parameters
         ----------
         token_ids : sequence or array of int
+        namespace : str, optional
+            As of :meth:`PagedKvCache.register`.
 
         Returns
         -------
@@ -468,11 +476,11 @@ class KvBlockPool(ConfigFacts):
         Raises
         ------
         InvalidArgumentError, ShapeMismatchError
-            Not integers in one dimension.
+            Not integers in one dimension; or no namespace.
         """
-        ids = as_token_ids(token_ids)
+        ids, space = as_token_ids(token_ids), as_namespace(namespace)
         with self._state.lock:
-            return self._state.blocks.unpin(ids) * self.block_size
+            return self._state.blocks.unpin(ids, space) * self.block_size
 
     @property
     def prefix_hits(self) -> int:

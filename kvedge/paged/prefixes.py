@@ -3,8 +3,10 @@
 A block's rows depend on its own tokens and on all before them, so a block is known by the path of
 token ids that leads to it. Each node is one full block, and its children are found by the bytes of
 their token ids in a dict, which hashes them and then compares them exactly: two different prefixes
-can never be taken for one another. (vLLM's automatic prefix caching chains hashes instead;
-SGLang's radix tree, https://arxiv.org/abs/2312.07104, is this one with nodes of any length.)
+can never be taken for one another. A namespace (of a tenant, an adapter, an image) stands before
+the first block's ids, so that prefixes of different namespaces have no block in common. (vLLM's
+automatic prefix caching chains hashes instead; SGLang's radix tree,
+https://arxiv.org/abs/2312.07104, is this one with nodes of any length.)
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
-__all__ = ["PrefixTree", "as_token_ids"]
+__all__ = ["PrefixTree", "as_namespace", "as_token_ids"]
 
 MAX_TOKEN_ID = 2**63 - 1
 
@@ -58,10 +60,10 @@ class PrefixTree:
     def __contains__(self, block: int) -> bool:
         return block in self._nodes
 
-    def find(self, token_ids: np.ndarray) -> list[int]:
-        """The blocks of the longest known prefix of `token_ids`, int64 (n,)."""
+    def find(self, token_ids: np.ndarray, namespace: bytes) -> list[int]:
+        """The blocks of the longest known prefix of `token_ids`, int64 (n,), in a namespace."""
         node, blocks = self._root, []
-        for ids in self._split(token_ids):
+        for ids in self._split(token_ids, namespace):
             child = node.children.get(ids)
             if child is None:
                 break
@@ -69,16 +71,16 @@ class PrefixTree:
             node = child
         return blocks
 
-    def match(self, token_ids: np.ndarray) -> list[int]:
+    def match(self, token_ids: np.ndarray, namespace: bytes) -> list[int]:
         """As :meth:`find`, counted as a hit or a miss."""
-        blocks = self.find(token_ids)
+        blocks = self.find(token_ids, namespace)
         if blocks:
             self.hits += 1
         else:
             self.misses += 1
         return blocks
 
-    def add(self, token_ids: np.ndarray, blocks: Sequence[int]) -> None:
+    def add(self, token_ids: np.ndarray, namespace: bytes, blocks: Sequence[int]) -> None:
         """Make full blocks known.
 
         Where another block is known by the same prefix already, that one stays.
@@ -87,6 +89,8 @@ class PrefixTree:
         ----------
         token_ids : numpy.ndarray
             int64 (n,).
+        namespace : bytes
+            Of :func:`as_namespace`.
         blocks : sequence of int
             At least n // block_size, the blocks of the tokens in order.
 
@@ -95,7 +99,7 @@ class PrefixTree:
         InvalidArgumentError
             One of them is known by other token ids.
         """
-        path = list(self._split(token_ids))
+        path = list(self._split(token_ids, namespace))
         node: _Node | None = self._root
         for i, ids in enumerate(path):  # all checks before the first change
             known = self._nodes.get(blocks[i])
@@ -135,7 +139,10 @@ class PrefixTree:
         return gone
 
     def nodes(self) -> list[tuple[int, int, bytes]]:
-        """All that is known: (block, the block before it or -1, token ids), parents first."""
+        """All that is known: (block, the block before it or -1, token ids), parents first.
+
+        The ids of a first block begin with its namespace.
+        """
         found, waiting = [], [self._root]
         while waiting:
             node = waiting.pop()
@@ -152,11 +159,21 @@ class PrefixTree:
         node.children[ids] = self._nodes[block] = _Node(node, ids, block)
         return True
 
-    def _split(self, token_ids: np.ndarray) -> Iterator[bytes]:
-        """The token ids of each full block, as bytes."""
+    def _split(self, token_ids: np.ndarray, namespace: bytes) -> Iterator[bytes]:
+        """The token ids of each full block, as bytes, the first behind the namespace."""
         size = self._block_size
         for stop in range(size, len(token_ids) + 1, size):
-            yield token_ids[stop - size : stop].tobytes()
+            yield namespace + token_ids[stop - size : stop].tobytes()
+            namespace = b""
+
+
+def as_namespace(namespace: object) -> bytes:
+    """A namespace as it stands before token ids; none: no bytes."""
+    if namespace is None:
+        return b""
+    if not isinstance(namespace, str) or not namespace:
+        raise InvalidArgumentError(f"namespace must be a text that is not empty, not {namespace!r}")
+    return namespace.encode("utf-8", "surrogatepass")
 
 
 def as_token_ids(token_ids: object) -> np.ndarray:

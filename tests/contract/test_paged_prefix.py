@@ -322,3 +322,31 @@ def test_a_sequence_that_goes_on_in_a_pinned_block_copies_it(pool, cache, rng):
     twin, n = cache.match_prefix(ids)
     assert n == 8
     np.testing.assert_array_equal(cache.k(twin, 0), keys)
+
+
+def test_a_namespace_shares_with_itself_alone(pool, cache, rng, tmp_path):
+    ids = [1, 2, 3, 4, 5, 6, 7, 8]
+    for namespace in (None, "tenant a", "tenant b", "\ud800", "tenant a"):
+        seq, n = cache.match_prefix(ids, namespace=namespace)
+        append(cache, seq, rng, 8 - n)
+        cache.register(seq, ids, namespace=namespace)
+        cache.drop(seq)
+    assert pool.used_count == 0 and pool.prefix_hits == 1
+    first = cache.match_prefix(ids)[0], cache.match_prefix(ids, namespace="tenant a")[0]
+    assert not set(cache.block_table(first[0])) & set(cache.block_table(first[1]))
+    assert pool.pin_prefix(ids, namespace="tenant b") == 8 == pool.pinned_count * BLOCK
+    assert pool.unpin_prefix(ids, namespace="tenant a") == 0
+    assert pool.unpin_prefix(ids, namespace="tenant b") == 8
+    with pytest.raises(errors.InvalidArgumentError, match="registered already"):
+        cache.register(first[0], ids, namespace="tenant c")
+    for wrong in ("", b"a", 3):
+        with pytest.raises(errors.InvalidArgumentError, match="namespace must be a text"):
+            cache.match_prefix(ids, namespace=wrong)
+    pytest.importorskip("safetensors")
+    cache.save(tmp_path / "pool")
+    loaded = PagedKvCache.load(tmp_path / "pool")
+    for namespace, n in ((None, 8), ("tenant a", 8), ("\ud800", 8), ("tenant c", 0)):
+        seq, got = loaded.match_prefix(ids, namespace=namespace)
+        assert got == n
+        same = cache.match_prefix(ids, namespace=namespace)[0]
+        np.testing.assert_array_equal(loaded.k(seq, 0), cache.k(same, 0))
