@@ -18,9 +18,12 @@ from kvedge.cli.layer_kinds import (
     SLIDING,
     kv_heads_of_layers,
     layer_kinds,
+    layer_names,
     sliding_window,
 )
+from kvedge.cli.layer_states import state_of
 from kvedge.console.exits import CommandError
+from kvedge.console.sizes import format_size
 
 __all__ = ["shape_from_hf_config"]
 
@@ -85,6 +88,7 @@ class _Model:
         if layers is not None and self.config.get("model_type") == "longcat_flash":
             layers *= 2  # each has two attentions
         kinds = self._kinds(layers)
+        state_bytes = self._states(layers)
         if decodes:
             self.notes.append("cross-attention to the encoder's output is not counted")
         heads = self._optional(_DECODER_HEADS) if decodes else None
@@ -103,7 +107,7 @@ class _Model:
         few = self._readable(lambda: kv_heads_of_layers(self.config, heads, len(kinds)))
         groups = _groups(kinds, shapes, self._window(), few)
         context = self._optional(_CONTEXT)
-        return CacheShape(self.name, groups, context, tuple(self.notes), latent)
+        return CacheShape(self.name, groups, context, tuple(self.notes), latent, state_bytes)
 
     # ---- a layer of each kind: KV heads, channels of a key, of a value -------------------------
 
@@ -174,12 +178,25 @@ class _Model:
         if count[NOTHING]:
             self.notes.append(
                 f"{count[NOTHING]} of {of} layers keep no keys and values of each token (linear"
-                " attention, convolution, cross-attention, rows of another layer): not counted"
+                " attention, convolution, cross-attention, rows of another layer)"
             )
         self.notes += notes
         if count[NOTHING] == of:
             raise CommandError(f"{self.file}: no layer of the model keeps keys and values")
         return kinds
+
+    def _states(self, layers: int | None) -> int:
+        """Bytes of the states that layers keep; a note tells them."""
+        names = self._readable(lambda: layer_names(self.config, layers))
+        states = [state for name in names if (state := state_of(self.config, name)) is not None]
+        total = sum(state.num_bytes for state in states)
+        if states:
+            self.notes.append(
+                f"{len(states)} of {len(names)} layers keep a state, {format_size(total)} together"
+                " whatever the context (recurrent ones in float32, convolutions in 16 bits):"
+                " counted in every format"
+            )
+        return total
 
     def _readable(self, read: Callable[[], _Found]) -> _Found:
         try:

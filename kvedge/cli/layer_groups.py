@@ -67,6 +67,7 @@ class CacheShape:
     context: int | None = None  # tokens the model was made for, where known
     notes: tuple[str, ...] = ()
     latent: tuple[LayerGroup, ...] = ()  # the same layers, as latent attention (MLA) can keep them
+    state_bytes: int = 0  # of all layers' states, whatever the context
 
     @property
     def num_layers(self) -> int:
@@ -95,8 +96,8 @@ class CacheShape:
         return sum(group.bytes_per_token(dtype, **options) for group in self.groups)
 
     def bytes(self, context: int, dtype: str, **options: Any) -> int:
-        """Bytes of a context in all layers; options as for :meth:`bytes_per_token`."""
-        return sum(
+        """Bytes of a context in all layers, states included; options as for `bytes_per_token`."""
+        return self.state_bytes + sum(
             group.tokens(context) * group.bytes_per_token(dtype, **options) for group in self.groups
         )
 

@@ -9,7 +9,15 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-__all__ = ["FULL", "NOTHING", "SLIDING", "kv_heads_of_layers", "layer_kinds", "sliding_window"]
+__all__ = [
+    "FULL",
+    "NOTHING",
+    "SLIDING",
+    "kv_heads_of_layers",
+    "layer_kinds",
+    "layer_names",
+    "sliding_window",
+]
 
 _Item = TypeVar("_Item")
 
@@ -34,6 +42,7 @@ _KINDS = {
     "mlp": NOTHING,
     "no_op": NOTHING,
 }
+_BESIDE = ("falcon_h1",)
 # Lists that name the kind of each layer.
 _LISTS = ("layer_types", "layers_block_type", "attention_layers")
 # Lists of the KV heads of each layer, beside those of a number for all.
@@ -109,6 +118,14 @@ def layer_kinds(config: Mapping[str, Any], num_layers: int | None) -> tuple[list
         kept = max(len(kinds) - shared, 0)
         kinds = kinds[:kept] + [NOTHING] * (len(kinds) - kept)
     return kinds, notes
+
+
+def layer_names(config: Mapping[str, Any], num_layers: int | None) -> list[str]:
+    """What the file, or its family, calls each layer; as :func:`layer_kinds` reads it."""
+    names = _of_all_layers(_named(config, num_layers), num_layers, "full_attention", "kinds", [])
+    if config.get("model_type") in _BESIDE:  # a state beside attention in each layer
+        return ["hybrid"] * len(names)
+    return names
 
 
 def _of_all_layers(
@@ -218,7 +235,7 @@ def _named(config: Mapping[str, Any], n: int | None) -> list[str]:
             return [str(kind) for kind in config[name]]
     if config.get("hybrid_override_pattern"):  # Nemotron-H: "M-M*-..."
         pattern = config["hybrid_override_pattern"]
-        return ["attention" if letter == "*" else "mamba" for letter in pattern]
+        return [{"*": "attention", "M": "mamba"}.get(letter, "mlp") for letter in pattern]
     if n is None:
         raise ValueError("it gives neither a number of layers nor a list of their kinds")
     if config.get("block_types"):  # RecurrentGemma: repeated; its attention is always local

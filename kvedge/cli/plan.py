@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvedge import system
@@ -28,10 +28,11 @@ weights are known, by a model's file or by --parameters and --bits, another coun
 Raspberry Pi 4 (4 GB) and 5 (8 GB), a laptop (16 GB) and this machine. Several models share one
 table, side by side.
 
-A layer with a sliding window holds at most twice its window; layers of linear attention,
-convolutions and cross-attention hold nothing. For latent attention (MLA) there are two tables: with
-keys and values expanded, and as the model's own latents. A star marks contexts beyond what the
-model was made for; notes tell what of a file was not understood.
+A layer with a sliding window holds at most twice its window; one of linear attention, Mamba or a
+convolution holds a state, of one size for any context; cross-attention holds nothing. For latent
+attention (MLA) there are two tables: with keys and values expanded, and as the model's own latents.
+A star marks contexts beyond what the model was made for; notes tell what of a file was not
+understood.
 """
 EXAMPLES = """\
   kvedge plan --layers 16 --kv-heads 8 --head-dim 64 --context 131072    # Llama-3.2-1B
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _json(model: Planned, context: int, ram: int) -> dict[str, Any]:
     shape = model.shape
-    latent = CacheShape(shape.name, shape.latent) if shape.latent else None
+    latent = replace(shape, groups=shape.latent) if shape.latent else None
     first = shape.groups[0]
     return {
         "model": shape.name,
@@ -143,6 +144,7 @@ def _json(model: Planned, context: int, ram: int) -> dict[str, Any]:
         "model_context": shape.context,
         "ram_bytes": ram,
         "notes": list(shape.notes),
+        "state_bytes": shape.state_bytes,
         "layers": [asdict(group) for group in shape.groups],
         "formats": _report(shape, context, ram),
         "weights_bytes": model.weights_bytes,
@@ -160,7 +162,7 @@ def _print(model: Planned, context: int, ram: int, output: Output) -> None:
     shape = model.shape
     _print_table(output, shape.name, shape, context, ram)
     if shape.latent:
-        latent = CacheShape(shape.name, shape.latent, shape.context)
+        latent = replace(shape, groups=shape.latent)
         _print_table(output, f"{shape.name}, latents", latent, context, ram)
     plan_machines.print_table(model, context, output)
 

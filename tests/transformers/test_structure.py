@@ -1,10 +1,15 @@
 """Layers of every kind: states stay transformers' own; shared and narrow values; chunks."""
 
+import json
+
 import pytest
-from tiny_models import KvedgeCache, dynamic_cache, prompt, transformers
+from tiny_models import KvedgeCache, dynamic_cache, prompt, torch, transformers
 from tiny_structures import STRUCTURES, structure_of
 
+from kvedge.cli.layer_kinds import layer_names
+from kvedge.cli.layer_states import state_of
 from kvedge.transformers import layers
+from kvedge.transformers.states import has_state, mark_of
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -56,3 +61,26 @@ def test_layers_that_select_or_compress_tokens_are_refused(name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}Config")
     with pytest.raises(ValueError, match=r"layer 0 .* use transformers' DynamicCache"):
         KvedgeCache(config_class())
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 keeps them elsewhere")
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3Next", "Qwen3_5Text", "Lfm2", "GraniteMoeHybrid", "Jamba", "FalconH1", "KimiLinear",
+     "Bamba", "NemotronH", "OlmoHybrid"],
+)  # fmt: skip
+def test_a_plan_counts_the_states_that_a_cache_holds(name):
+    model, _, _ = structure_of(name)
+    model.set_attn_implementation("kvedge")
+    cache = KvedgeCache(model.config)
+    with torch.no_grad():
+        model(**prompt(1, 20), past_key_values=cache)
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    names = layer_names(config, config.get("num_hidden_layers"))
+    for layer, called in zip(cache.layers, names, strict=True):
+        planned = state_of(config, called)
+        assert (planned is not None) == has_state(layer)
+        if planned is not None:
+            mark = mark_of(layer)
+            held = [sum(s.numel() for s in side.values() if s is not None) for side in mark[:2]]
+            assert [planned.conv, planned.recurrent] == held
