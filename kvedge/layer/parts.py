@@ -496,9 +496,9 @@ class LayerParts:
         )
 
     def last_contents(self) -> PartContents:
-        """The last tokens, copied, for :meth:`return_to_last`."""
-        last = self.now.last
-        tokens = (np.array(each) for each in last.store.held().tokens)
+        """The last tokens that going on needs, copied, for :meth:`return_to_last`."""
+        last, most = self.now.last, last_rows(self._whole.config)
+        tokens = (np.array(each[-most:]) for each in last.store.held().tokens)
         return PartContents(memory.Slabs(*tokens), last.store.key_map)
 
     def return_to_last(self, contents: PartContents, end: int) -> None:
