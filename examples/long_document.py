@@ -4,14 +4,13 @@
     python examples/long_document.py DIR report.txt --read report.kv --ask "..."
 
 The document's keys and values stay in a KvedgeCache. For each question it goes back to the end of
-the document, or, where the model has layers with a window, which cannot go back, goes on with a
-copy. With --read the read document is kept in a folder, and later runs begin with it.
+the document, where it has a checkpoint: layers with a window or a state could not go back without.
+With --read the read document is kept in a folder, and later runs begin with it.
 
 DIR as `hf download NAME --local-dir DIR` makes it. Needs: pip install 'kvedge[transformers]'.
 """
 
 import argparse
-import copy
 import time
 from pathlib import Path
 
@@ -33,22 +32,22 @@ def prompt_around(tokenizer, document):
     return before, behind
 
 
-def read_document(model, config, ids, options):
+def read_document(model, ids, options):
     """A cache that holds the document: from a folder, or computed in pieces."""
     if options.read and Path(options.read, "conversation.json").exists():
-        cache = KvedgeCache.load(options.read, config)
+        cache = KvedgeCache.load(options.read, model)
         if torch.equal(cache.token_ids, ids):
             return cache
         print(f"{options.read} is of another document: it is read anew")
     if options.read:  # before the document is computed
         Path(options.read).mkdir(parents=True, exist_ok=True)
-    cache = KvedgeCache(config, options.dtype)
+    cache = KvedgeCache(model.config, options.dtype)
     with torch.inference_mode():
         for piece in ids.split(512, dim=1):
             model(piece, logits_to_keep=1, **{cache_argument(model): cache})
     cache.token_ids = ids
     if options.read:
-        cache.save(options.read)
+        cache.save(options.read, model=model)
     return cache
 
 
@@ -59,7 +58,7 @@ def main():
     parser.add_argument("--ask", action="append", required=True, help="a question")
     parser.add_argument("--read", metavar="FOLDER", help="where the read document is kept")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens in an answer at most")
-    parser.add_argument("--dtype", default="int8", help="how keys and values are stored")
+    parser.add_argument("--dtype", default="auto", help="how keys and values are stored")
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
@@ -71,14 +70,13 @@ def main():
     ids = tokenizer(before, add_special_tokens=special, return_tensors="pt")["input_ids"]
 
     start = time.perf_counter()
-    document = read_document(model, model.config, ids, options)
+    cache = read_document(model, ids, options)
+    cache.checkpoint()
     took = time.perf_counter() - start
-    print(f"{ids.shape[1]} tokens in {took:.1f} s, {document.memory_bytes / 1e6:.2f} MB")
-    windows = any(layer.is_sliding for layer in document.layers)
+    print(f"{ids.shape[1]} tokens in {took:.1f} s, {cache.memory_bytes / 1e6:.2f} MB")
 
     for question in options.ask:
         start = time.perf_counter()
-        cache = copy.deepcopy(document) if windows else document
         # Tokenized by itself: with the document, its tokens could end elsewhere.
         asked = tokenizer(question + behind, add_special_tokens=False, return_tensors="pt")
         prompt = torch.cat([ids, asked["input_ids"]], 1)

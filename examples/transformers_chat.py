@@ -47,7 +47,7 @@ def main():
         "--say", action="append", default=[], help="a turn, instead of the keyboard"
     )
     parser.add_argument("--tokens", type=int, default=256, help="new tokens in an answer at most")
-    parser.add_argument("--dtype", default="int8", help="how keys and values are stored")
+    parser.add_argument("--dtype", default="auto", help="how keys and values are stored")
     parser.add_argument("--load", metavar="FOLDER", help="a saved conversation to go on with")
     parser.add_argument("--save", metavar="FOLDER", help="where to write the conversation")
     options = parser.parse_args()
@@ -60,7 +60,7 @@ def main():
     if options.save:  # before the talk, not after it
         Path(options.save).mkdir(parents=True, exist_ok=True)
     if options.load:
-        cache = KvedgeCache.load(options.load, model.config)
+        cache = KvedgeCache.load(options.load, model)
         talk = json.loads(Path(options.load, "messages.json").read_text())
         messages, ids = talk["messages"], torch.tensor(talk["ids"])
         print(f"{len(messages) // 2} turns, {cache.get_seq_length()} tokens loaded")
@@ -72,7 +72,7 @@ def main():
         prompt = conversation_ids(tokenizer, messages, ids)
         try:
             kept = cache.keep_prefix(prompt)
-        except ValueError:  # the template changed an earlier turn, and a window has gone on
+        except ValueError:  # the template changed an early turn, and no checkpoint is before it
             cache.reset()
             kept = 0
         ids = model.generate(
@@ -90,7 +90,7 @@ def main():
         print(f"[{kept} tokens kept, {computed} computed; {cache.memory_bytes / 1e6:.2f} MB]")
 
     if options.save and messages:
-        cache.save(options.save)
+        cache.save(options.save, model=model)
         talk = {"messages": messages, "ids": ids.tolist()}  # one id more than the cache has tokens
         Path(options.save, "messages.json").write_text(json.dumps(talk))
 
