@@ -163,6 +163,7 @@ class LlamaCppCache:
     """
 
     group_size = key_scale = key_offset = scale_dtype = recent = sinks = recent_dtype = None
+    value_rotation = None
 
     def __init__(
         self,
@@ -204,6 +205,10 @@ class LlamaCppCache:
 
     def __len__(self) -> int:
         return self._length
+
+    def layer(self, index: int) -> LlamaCppCache:
+        """How a layer is stored: as all are."""
+        return self
 
     def decode(self, tokens: Sequence[int], num_threads: int) -> np.ndarray:
         """Append tokens; return the logits after the last."""
