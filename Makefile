@@ -58,10 +58,10 @@ test-numpy: $(VENV)/test.stamp
 
 # What touches kernels, once on each path that this CPU can run, or on those of ISAS="avx2 scalar".
 test-isa: $(VENV)/test.stamp
-	@for isa in $${ISAS:-$$($(BIN)/python -c 'import kvedge; print(*kvedge.isa_info()["available"])')}; do \
+	@status=0; for isa in $${ISAS:-$$($(BIN)/python -c 'import kvedge; print(*kvedge.isa_info()["available"])')}; do \
 	  echo "== KVEDGE_ISA=$$isa"; \
-	  KVEDGE_ISA=$$isa $(PYTEST) tests/contract $(PYTEST_ARGS) || exit 1; \
-	done
+	  KVEDGE_ISA=$$isa $(PYTEST) tests/contract $(PYTEST_ARGS) || status=1; \
+	done; exit $$status
 
 # An estimate for Raspberry Pis, by emulation: python bench/arm_cycles.py --help. Half an hour of a core.
 arm-cycles: $(VENV)/test.stamp
