@@ -48,28 +48,14 @@ EXAMPLES = """\
 _DEFAULT_TOKENS = 8192
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    add_model_options(parser)
-    parser.add_argument(
-        "--hf",
-        metavar="DIR",
-        help="folder of a local checkpoint of Hugging Face transformers, read on a KvedgeCache "
-        "(pip install 'kvedge[transformers]')",
-    )
-    parser.add_argument(
-        "--key-bias",
-        type=positive_float,
-        metavar="B",
-        help="add a constant of about B to a few channel pairs of the model's keys, as Qwen2.5 "
-        "has, before measuring; 100 is much (see kvedge.llama.with_key_bias)",
-    )
+def add_text_options(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """Declare what a model reads, by default so many tokens of it, and how."""
     text = parser.add_argument_group("text")
     text.add_argument("--text", metavar="FILE", help="what to read, UTF-8 (needed with --model)")
     text.add_argument(
         "--tokens",
         type=positive_int,
-        default=_DEFAULT_TOKENS,
+        default=tokens,
         metavar="N",
         help="tokens to read at most (default: %(default)s)",
     )
@@ -86,6 +72,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that enter the caches at once (default: 32)",
     )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    add_model_options(parser)
+    parser.add_argument(
+        "--hf",
+        metavar="DIR",
+        help="folder of a local checkpoint of Hugging Face transformers, read on a KvedgeCache "
+        "(pip install 'kvedge[transformers]')",
+    )
+    parser.add_argument(
+        "--key-bias",
+        type=positive_float,
+        metavar="B",
+        help="add a constant of about B to a few channel pairs of the model's keys, as Qwen2.5 "
+        "has, before measuring; 100 is much (see kvedge.llama.with_key_bias)",
+    )
+    add_text_options(parser, _DEFAULT_TOKENS)
     cache = parser.add_argument_group("caches")
     cache.add_argument(
         "--formats",

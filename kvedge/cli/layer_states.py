@@ -43,14 +43,12 @@ def state_of(config: Mapping[str, Any], name: str) -> State | None:
 def _delta(config: Mapping[str, Any]) -> State:
     """Gated delta nets: a matrix for each value head, and convolutions of query, key and value."""
     of_all = config.get("linear_attn_config")
-    if isinstance(
-        of_all, Mapping
-    ):  # Kimi Linear, as its authors write it, and as transformers does
+    if isinstance(of_all, Mapping):  # Kimi Linear, as its authors write it
         heads, dim, width = (
             of_all[name] for name in ("num_heads", "head_dim", "short_conv_kernel_size")
         )
         return State(heads * dim * dim, 3 * heads * dim * width)
-    if "linear_num_heads" in config:
+    if "linear_num_heads" in config:  # as transformers writes it
         heads, dim = config["linear_num_heads"], config["linear_head_dim"]
         return State(heads * dim * dim, 3 * heads * dim * config["linear_conv_kernel_dim"])
     keys, values = (

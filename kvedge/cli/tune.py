@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvedge.cli.evaluate import first_tokens
+from kvedge.cli.evaluate import add_text_options, first_tokens
 from kvedge.cli.model import add_model_options, load_model
 from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
@@ -42,28 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     add_model_options(parser)
     parser.add_argument("--hf", metavar="DIR", help=argparse.SUPPRESS)
-    text = parser.add_argument_group("text")
-    text.add_argument("--text", metavar="FILE", help="what to read, UTF-8 (needed with --model)")
-    text.add_argument(
-        "--tokens",
-        type=positive_int,
-        default=_DEFAULT_TOKENS,
-        metavar="N",
-        help="tokens to read at most (default: %(default)s)",
-    )
-    text.add_argument(
-        "--window",
-        type=positive_int,
-        metavar="N",
-        help="tokens per block, each read from an empty cache (default: 512, or the model's "
-        "context if that is less)",
-    )
-    text.add_argument(
-        "--chunk",
-        type=positive_int,
-        metavar="N",
-        help="tokens that enter the caches at once (default: 32)",
-    )
+    add_text_options(parser, _DEFAULT_TOKENS)
     budget = parser.add_argument_group("budget, one of them or both")
     budget.add_argument(
         "--bits",
