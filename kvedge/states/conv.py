@@ -10,10 +10,10 @@ from kvedge.core.types import Array, Floats
 from kvedge.errors import ShapeMismatchError
 from kvedge.states.recurrent import RecurrentState, StateDtype, count
 
-__all__ = ["ConvState"]
+__all__ = ["MAX_WIDTH", "ConvState"]
 
 _MAX_CHANNELS = 1 << 20
-_MAX_WIDTH = 8
+MAX_WIDTH = 8
 
 
 class ConvState(RecurrentState):
@@ -62,7 +62,7 @@ class ConvState(RecurrentState):
         array: Array | None = None,
     ) -> None:
         channels = count(num_channels, "num_channels", _MAX_CHANNELS)
-        self._width = count(width, "width", _MAX_WIDTH, least=2)
+        self._width = count(width, "width", MAX_WIDTH, least=2)
         held = self._width - 1
         shape: Any = getattr(array, "shape", ())
         if len(shape) > 0:
