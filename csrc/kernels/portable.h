@@ -227,6 +227,22 @@ static inline void dequantize_portable(const int8_t *codes, size_t n, float scal
   for (size_t i = 0; i < n; i++) out[i] = (float)codes[i] * scale;
 }
 
+/* x / (1 + exp(-x)), by exp(-|x|), which cannot overflow. */
+static inline float silu_of(float x) {
+  const float magnitude = x < 0.0f ? -x : x, power = exp2_nonpositive(-1.44269504f * magnitude);
+  return x * (x < 0.0f ? power : 1.0f) / (1.0f + power);
+}
+
+static inline void convolve_portable(const float *const *rows, const float *weights, const float *bias, int width, int n,
+                                     int silu, float *out) {
+  for (int c = 0; c < n; c++) out[c] = bias ? bias[c] : 0.0f;
+  for (int w = 0; w < width; w++, weights += KVEDGE_TILE) {
+    const float *restrict row = rows[w];
+    for (int c = 0; c < n; c++) out[c] += weights[c] * row[c];
+  }
+  for (int c = 0; silu && c < n; c++) out[c] = silu_of(out[c]);
+}
+
 static inline uint64_t read_bytes_portable(const void *p, size_t n) {
   const uint64_t *eights = p; /* (n / 8) */
   uint64_t lane[8] = {0};
