@@ -254,6 +254,11 @@ typedef struct kvedge_kernels {
    * nearest float that is neither infinite nor denormal. */
   void (*scale_row)(const float *row, int n, float factor, float power, float *out);
 
+  /* out[c] = act(bias[c] + sum_w weights[w * KVEDGE_TILE + c] * rows[w][c]) for n channels, n up to KVEDGE_TILE; bias may be
+   * NULL; act(x) = x / (1 + exp(-x)) where `silu` is not 0. */
+  void (*convolve)(const float *const *rows, const float *weights, const float *bias, int width, int n, int silu,
+                   float *out);
+
   /* Reads n bytes (a multiple of 512, 64-byte aligned) with the widest loads: the yardstick of
    * `kvedge info` and of the benchmarks. The result only keeps the loads alive. */
   uint64_t (*read_bytes)(const void *p, size_t n);
