@@ -55,13 +55,14 @@ static void take_rows(const delta_head *h, int64_t first, int n) {
 static void decay_rows(const delta_head *h, int64_t first, int n) {
   const int dim = h->work->shape->key_dim;
   kvedge_state_memory *m = h->memory;
-  float since[CHUNK], sum = 0.0f; /* logarithms of the decay since the state */
+  double since[CHUNK], sum = 0.0; /* logarithms of the decay since the state; double, as their differences count */
   for (int i = 0; i < n; i++) since[i] = sum += kvedge_log_decay(kvedge_state_number(&h->call->gate, first + i, h->head));
   kvedge_state_multiply(h->work->kernels, m->scratch, m->rows, 2 * n, m->more[0], KVEDGE_TILE, n, dim, m->weights);
   for (int i = 0; i < n; i++) {
-    const float from_state = kvedge_exp_nonpositive(since[i]), to_end = kvedge_exp_nonpositive(sum - since[i]);
+    const float from_state = kvedge_exp_nonpositive((float)since[i]),
+                to_end = kvedge_exp_nonpositive((float)(sum - since[i]));
     for (int j = 0; j < i; j++) {
-      const float decay = kvedge_exp_nonpositive(since[i] - since[j]);
+      const float decay = kvedge_exp_nonpositive((float)(since[i] - since[j]));
       m->weights[i][j] *= decay, m->weights[n + i][j] *= decay;
     }
     for (int d = 0; d < dim; d++) {
@@ -69,7 +70,7 @@ static void decay_rows(const delta_head *h, int64_t first, int n) {
       m->more[i][d] *= to_end;
     }
   }
-  for (int d = 0; d < dim; d++) m->decay[d] = kvedge_exp_nonpositive(sum);
+  for (int d = 0; d < dim; d++) m->decay[d] = kvedge_exp_nonpositive((float)sum);
 }
 
 /* The sum of products in eight sums, which a compiler keeps in registers. */

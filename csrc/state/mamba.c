@@ -30,11 +30,12 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   const kvedge_kernels *kernels = h->work->kernels;
   const int dim = shape->head_dim, size = shape->state_size;
   kvedge_state_memory *m = h->memory;
-  float since[CHUNK], keep[CHUNK], dt[CHUNK], sum = 0.0f; /* `since`: logarithms of the decay since the state */
+  float keep[CHUNK], dt[CHUNK];
+  double since[CHUNK], sum = 0.0; /* logarithms of the decay since the state; double, as their differences count */
   for (int i = 0; i < n; i++) {
     dt[i] = kvedge_state_number(&call->dt, first + i, h->head);
     since[i] = sum += kvedge_log_decay(dt[i] * shape->a[h->head]);
-    keep[i] = kvedge_exp_nonpositive(since[i]);
+    keep[i] = kvedge_exp_nonpositive((float)since[i]);
     kvedge_state_take_row(&call->c, first + i, h->group, size, m->rows[i]);
     kvedge_state_take_row(&call->b, first + i, h->group, size, m->more[i]);
     kvedge_state_take_row(&call->x, first + i, h->head, dim, m->values[i]);
@@ -43,7 +44,7 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   kvedge_state_multiply(kernels, m->scratch, m->rows, n, h->state, size, dim, size, m->sums);
   kvedge_state_multiply(kernels, m->scratch, m->rows, n, m->more[0], KVEDGE_TILE, n, size, m->weights);
   for (int i = 0; i < n; i++) {
-    for (int j = 0; j <= i; j++) m->weights[i][j] *= dt[j] * kvedge_exp_nonpositive(since[i] - since[j]);
+    for (int j = 0; j <= i; j++) m->weights[i][j] *= dt[j] * kvedge_exp_nonpositive((float)(since[i] - since[j]));
     for (int j = i + 1; j < CHUNK; j++) m->weights[i][j] = 0.0f;
     if (shape->d) m->weights[i][i] += shape->d[h->head];
   }
@@ -52,10 +53,10 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   for (int i = 0; i < n; i++) kvedge_state_put_row(m->sums[i], dim, &call->out, first + i, h->head);
   /* S = decay S + the sum over j of decay to the end, dt_j x_j B_j^T */
   for (int j = 0; j < n; j++) {
-    const float factor = dt[j] * kvedge_exp_nonpositive(sum - since[j]);
+    const float factor = dt[j] * kvedge_exp_nonpositive((float)(sum - since[j]));
     for (int p = 0; p < dim; p++) m->values[j][p] *= factor;
   }
-  for (int r = 0; r < KVEDGE_QUERY_ROWS; r++) m->decay[r] = kvedge_exp_nonpositive(sum);
+  for (int r = 0; r < KVEDGE_QUERY_ROWS; r++) m->decay[r] = kvedge_exp_nonpositive((float)sum);
   for (int p = 0; p < dim; p += KVEDGE_QUERY_ROWS) {
     const int rows = dim - p < KVEDGE_QUERY_ROWS ? dim - p : KVEDGE_QUERY_ROWS;
     for (int r = 0; r < rows; r++)
