@@ -27,10 +27,16 @@ static void set_element(void *state, kvedge_element_type type, ptrdiff_t at, flo
   else kvedge_narrow(type, &x, 1, (uint16_t *)state + at);
 }
 
+/* The array from a channel on. */
+static kvedge_array from_channel(const kvedge_array *array, int first) {
+  kvedge_array from = *array;
+  from.data = (char *)array->data + first * kvedge_element_bytes(array->type);
+  return from;
+}
+
 /* Channels of a row of x. */
 static const float *row_of(const kvedge_array *x, int64_t token, int first, int n, float *room) {
-  kvedge_array from = *x;
-  from.data = (char *)x->data + first * kvedge_element_bytes(x->type);
+  const kvedge_array from = from_channel(x, first);
   return kvedge_array_row(&from, token, 0, n, room);
 }
 
@@ -56,8 +62,7 @@ static void run_block(const void *context, int task, int next, kvedge_state_memo
     float out[BLOCK];
     rows[width - 1] = row_of(&call->x, t, first, n, rooms[t % width]);
     work->kernels->convolve(rows, weights[0], shape->bias ? shape->bias + first : NULL, width, n, shape->silu, out);
-    kvedge_array to = call->out;
-    to.data = (char *)to.data + first * kvedge_element_bytes(to.type);
+    const kvedge_array to = from_channel(&call->out, first);
     kvedge_state_put_row(out, n, &to, t, 0);
     for (int w = 0; w + 1 < width; w++) rows[w] = rows[w + 1];
   }
@@ -100,7 +105,11 @@ kvedge_status kvedge_conv_extend(const kvedge_conv_shape *shape, const kvedge_co
   for (int i = 0; i < num_calls && status == KVEDGE_OK; i++) {
     const kvedge_conv_call *call = &calls[i];
     if (!kvedge_is_state(call->state, call->state_type) || !kvedge_array_is_valid(&call->out)) return KVEDGE_ERROR_ARGUMENT;
-    if (!kvedge_state_is_valid(&call->x, call->num_tokens, 1, shape->num_channels, &status)) return status;
+    for (int c = 0; c < shape->num_channels; c += BLOCK) {
+      const int left = shape->num_channels - c;
+      const kvedge_array x = from_channel(&call->x, c);
+      if (!kvedge_state_is_valid(&x, call->num_tokens, 1, left < BLOCK ? left : BLOCK, &status)) return status;
+    }
     status = kvedge_array_is_apart(&call->out, call->num_tokens, 1, shape->num_channels) ? KVEDGE_OK
                                                                                          : KVEDGE_ERROR_ARGUMENT;
     work += (int64_t)shape->num_channels * shape->width * 4 * (3 + 2 * call->num_tokens);
