@@ -19,7 +19,7 @@ import torch
 
 from kvedge.core.checks import describe
 from kvedge.core.options import as_num_threads
-from kvedge.errors import InvalidArgumentError, KvedgeError
+from kvedge.errors import InvalidArgumentError, KvedgeError, NonFiniteInputError
 from kvedge.transformers.steps import STEPS, UNSERVED, Unserved
 
 if TYPE_CHECKING:
@@ -318,8 +318,11 @@ class _Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._function(self._acceleration._threads(), *args, **kwargs)
-        except Unserved as why:
-            self._acceleration._note(self._name, self._kind, str(why))
+        except Unserved as error:
+            why = str(error)
+        except NonFiniteInputError:
+            why = "the model computes infinities or NaN"
+        self._acceleration._note(self._name, self._kind, why)
         return self.torchs()(*args, **kwargs)
 
 

@@ -8,7 +8,7 @@ refuses with :class:`Unserved`, having changed nothing, and torch's own function
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from kvedge.backends.select import backend
 from kvedge.core.registry import active
 from kvedge.states.conv import MAX_WIDTH
 from kvedge.states.recurrent import MAX_STATE_DIM
@@ -53,13 +54,30 @@ def _check(*tensors: Tensor | None, packed: dict[str, Any] | None = None) -> Non
         raise Unserved("several texts are packed into one row")
 
 
-def _rows(tensor: Tensor) -> np.ndarray:
-    """A tensor as float32, its last axis side by side; a view where it is so already."""
-    rows = tensor.detach().float()
-    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
-        rows = rows.contiguous()
-    array: np.ndarray = rows.numpy()
-    return array
+def _rows(tensor: Tensor) -> Any:
+    """A tensor for the backend to read: as it lies where it can be, else as float32."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        tensor = tensor.contiguous()
+    if backend == "native":
+        return tensor.detach() if tensor.requires_grad else tensor
+    return tensor.detach().float().numpy()
+
+
+class _Out:
+    """A result of some shape and type, and what the backend writes it to."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.tensor = torch.empty(shape, dtype=dtype if backend == "native" else torch.float32)
+
+    def rows(self, tensor: Tensor | None = None) -> Any:
+        """The memory, or that of a view of it."""
+        tensor = self.tensor if tensor is None else tensor
+        return tensor if backend == "native" else tensor.numpy()
+
+    def finish(self) -> Tensor:
+        """The result, rounded."""
+        return self.tensor.to(self._dtype)
 
 
 def _vector(tensor: Tensor) -> np.ndarray:
@@ -95,12 +113,12 @@ def _convolve(
     x: Tensor, state: np.ndarray, weight: Tensor, bias: Tensor | None, silu: bool, threads: int
 ) -> Tensor:
     """Results (batch, channels, tokens) of inputs of that shape; the state goes on."""
-    rows = _rows(x.transpose(1, 2))
-    out = torch.empty(rows.shape)
+    x = x.transpose(1, 2)
+    out = _Out(x.shape, x.dtype)
     added = None if bias is None else _vector(bias)
-    if rows.size:
-        active("conv_extend")(state, rows, _vector(weight), added, silu, out.numpy(), threads)
-    return out.to(x.dtype).transpose(1, 2)
+    if x.numel():
+        active("conv_extend")(state, _rows(x), _vector(weight), added, silu, out.rows(), threads)
+    return out.finish().transpose(1, 2)
 
 
 def _activation(name: str | None, weight: Tensor, held: int) -> bool:
@@ -169,15 +187,14 @@ def _delta(
     heads, value_dim = value.shape[-2:]
     _of_heads(shared, heads, key_dim, value_dim)
     state = _continued(initial_state, (batch, heads, key_dim, value_dim), output_final_state)
-    gate = _rows(g)
-    out = torch.empty(batch, tokens, heads, value_dim)
+    gate = g.unsqueeze(-1) if g.ndim == 3 else g
+    out = _Out((batch, tokens, heads, value_dim), query.dtype)
     if tokens:
         active("delta_extend")(
-            _memory(state), _rows(query), _rows(key), _rows(value),
-            gate[..., np.newaxis] if gate.ndim == 3 else gate, _rows(beta), out.numpy(),
-            key_dim**-0.5, use_qk_l2norm_in_kernel, threads,
+            _memory(state), _rows(query), _rows(key), _rows(value), _rows(gate), _rows(beta),
+            out.rows(), key_dim**-0.5, use_qk_l2norm_in_kernel, threads,
         )  # fmt: skip
-    return out.to(query.dtype), state if output_final_state else None
+    return out.finish(), state if output_final_state else None
 
 
 def _delta_chunk(
@@ -233,17 +250,17 @@ def _mamba_update(
     _of_heads(B.shape[-2], heads, head_dim, B.shape[-1])
     times = _times(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
     held = state if _in_place(state) else state.detach().float().contiguous()
-    out = torch.empty(hidden_states.shape)
+    # a gate is multiplied in before rounding
+    out = _Out(hidden_states.shape, hidden_states.dtype if z is None else torch.float32)
     active("mamba_extend")(
-        _memory(held), _rows(hidden_states)[:, np.newaxis], times[:, np.newaxis],
-        _vector(A[:, 0, 0]), _rows(B)[:, np.newaxis], _rows(C)[:, np.newaxis],
-        None if D is None else _vector(D[:, 0]), out.numpy()[:, np.newaxis], threads,
+        _memory(held), _rows(hidden_states.unsqueeze(1)), _rows(times.unsqueeze(1)),
+        _vector(A[:, 0, 0]), _rows(B.unsqueeze(1)), _rows(C.unsqueeze(1)),
+        None if D is None else _vector(D[:, 0]), out.rows(out.tensor.unsqueeze(1)), threads,
     )  # fmt: skip
     if held is not state:
         state.copy_(held)
-    if z is not None:
-        out = out * silu(z.float())
-    return out.to(hidden_states.dtype)
+    result = out.finish()
+    return result if z is None else (result * silu(z.float())).to(hidden_states.dtype)
 
 
 def _mamba_scan(
@@ -271,13 +288,13 @@ def _mamba_scan(
     _of_heads(shared, heads, head_dim, size)
     times = _times(dt, dt_bias, dt_softplus, dt_limit)
     state = _continued(initial_states, (batch, heads, head_dim, size), return_final_states)
-    out = torch.empty(hidden_states.shape)
+    out = _Out(hidden_states.shape, torch.float32)
     if tokens:
         active("mamba_extend")(
-            _memory(state), _rows(hidden_states), times, _vector(A), _rows(B), _rows(C),
-            None if D is None else _vector(D), out.numpy(), threads,
+            _memory(state), _rows(hidden_states), _rows(times), _vector(A), _rows(B), _rows(C),
+            None if D is None else _vector(D), out.rows(), threads,
         )  # fmt: skip
-    return (out, state) if return_final_states else out
+    return (out.finish(), state) if return_final_states else out.finish()
 
 
 def _times(
@@ -285,7 +302,7 @@ def _times(
     bias: Tensor | None,
     is_softplus: bool,
     limit: tuple[float, float] = (0.0, float("inf")),
-) -> np.ndarray:
+) -> Tensor:
     """Steps of time (..., heads) in float32."""
     if not is_softplus or limit[0] < 0:
         raise Unserved("steps of time that may be negative")
@@ -293,7 +310,7 @@ def _times(
     times = softplus(times if bias is None else times + bias.detach().float())
     if tuple(limit) != (0.0, float("inf")):
         times = times.clamp(min=limit[0], max=limit[1])
-    return _vector(times)
+    return times
 
 
 #: By the name of transformers' function: what stands for it, and the names of parameters that it

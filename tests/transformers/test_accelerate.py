@@ -366,3 +366,14 @@ def test_bad_arguments_are_refused():
     with pytest.raises(InvalidArgumentError, match="num_threads"):
         accelerate(model, num_threads=0)
     assert not forwards(model)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_model_that_computes_nan_does_so_still(name):
+    model, _, _ = structure_of(name)
+    accelerate(model)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy computes it, C hands it to torch
+        embeddings = model.get_input_embeddings()(prompt(1, 20)["input_ids"])
+        embeddings[0, 7] = float("nan")
+        assert model(inputs_embeds=embeddings).logits[0, 7:].isnan().all()
