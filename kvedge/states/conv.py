@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvedge.core.checks import as_float32, as_vector, check_finite
+from kvedge.core.checks import as_float32
 from kvedge.core.config import one_of
 from kvedge.core.types import Array, Floats
 from kvedge.errors import ShapeMismatchError
@@ -153,15 +153,13 @@ class ConvState(RecurrentState):
         tokens = self._tokens_of(x, "x", (channels,), many)
         rows = self._rows(x, "x", (channels,), tokens)
         weights = as_float32(weight, "weight", shape=(channels, self._width))
-        check_finite(weights, "weight")
-        added = None if bias is None else as_vector(bias, "bias", channels)
+        added = None if bias is None else as_float32(bias, "bias", shape=(channels,))
         if activation is not None:
             one_of(activation, "activation", ("silu",))
         threads = self._threads(num_threads)
         target = self._target(out, (channels,), tokens, {"x": x, "weight": weight, "bias": bias})
-        self._run(
-            "conv_extend", rows, weights, added, activation is not None,
-            self._with_axes(target.rows, tokens), threads,
-        )  # fmt: skip
+        given = {"x": rows, "weight": weights, "bias": added}
+        out_rows = self._with_axes(target.rows, tokens)
+        self._run("conv_extend", given, activation is not None, out_rows, threads)
         result: Floats = target.finish()
         return result

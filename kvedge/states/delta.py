@@ -8,7 +8,6 @@ import numpy as np
 
 from kvedge.core.checks import as_bool, as_float
 from kvedge.core.types import Array, Floats
-from kvedge.errors import InvalidArgumentError
 from kvedge.states.recurrent import (
     MAX_HEADS,
     MAX_STATE_DIM,
@@ -192,19 +191,15 @@ class DeltaState(RecurrentState):
         v = self._rows(value, "value", of_value, tokens)
         by_channel = len(getattr(gate, "shape", ())) == len(self._lead(tokens)) + 2
         g = self._rows(gate, "gate", (heads, keys) if by_channel else (heads,), tokens)
-        if g.max(initial=0.0) > 0:
-            raise InvalidArgumentError(
-                f"gate must be the logarithm of a decay, at most 0, and holds {float(g.max())!r}"
-            )
+        g = g if by_channel else g[..., np.newaxis]
         b = self._rows(beta, "beta", (heads,), tokens)
         normalize = as_bool(normalize, "normalize")
         factor = keys**-0.5 if scale is None else as_float(scale, "scale")
         threads = self._threads(num_threads)
         reads = {"query": query, "key": key, "value": value, "gate": gate, "beta": beta}
         target = self._target(out, of_value, tokens, reads)
-        self._run(
-            "delta_extend", q, k, v, g if by_channel else g[..., np.newaxis], b,
-            self._with_axes(target.rows, tokens), factor, normalize, threads,
-        )  # fmt: skip
+        given = {"query": q, "key": k, "value": v, "gate": g, "beta": b}
+        out_rows = self._with_axes(target.rows, tokens)
+        self._run("delta_extend", given, out_rows, factor, normalize, threads, sign={"gate": 1})
         result: Floats = target.finish()
         return result

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvedge.core.checks import as_vector
+from kvedge.core.checks import as_float32
 from kvedge.core.types import Array, Floats
-from kvedge.errors import InvalidArgumentError
 from kvedge.states.recurrent import (
     MAX_HEADS,
     MAX_STATE_DIM,
@@ -175,21 +174,14 @@ class MambaState(RecurrentState):
         tokens = self._tokens_of(x, "x", of_x, many)
         rows = self._rows(x, "x", of_x, tokens)
         times = self._rows(dt, "dt", (heads,), tokens)
-        if times.min(initial=0.0) < 0:
-            raise InvalidArgumentError(
-                f"dt must be at least 0, as after softplus, and holds {float(times.min())!r}"
-            )
-        rates = as_vector(A, "A", heads)
-        if rates.max() > 0:
-            raise InvalidArgumentError(f"A must be at most 0, and holds {float(rates.max())!r}")
+        rates = as_float32(A, "A", shape=(heads,))
         b = self._rows(B, "B", of_group, tokens)
         c = self._rows(C, "C", of_group, tokens)
-        past = None if D is None else as_vector(D, "D", heads)
+        past = None if D is None else as_float32(D, "D", shape=(heads,))
         threads = self._threads(num_threads)
         target = self._target(out, of_x, tokens, {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D})
-        self._run(
-            "mamba_extend", rows, times, rates, b, c, past,
-            self._with_axes(target.rows, tokens), threads,
-        )  # fmt: skip
+        given = {"x": rows, "dt": times, "A": rates, "B": b, "C": c, "D": past}
+        out_rows = self._with_axes(target.rows, tokens)
+        self._run("mamba_extend", given, out_rows, threads, sign={"dt": -1, "A": 1})
         result: Floats = target.finish()
         return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -12,7 +14,7 @@ from kvedge.core.config import one_of
 from kvedge.core.options import as_num_threads
 from kvedge.core.registry import active
 from kvedge.core.types import Array
-from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.errors import InvalidArgumentError, KvedgeError, ShapeMismatchError
 from kvedge.states.layer import STATE_TYPES, StateLayer
 
 __all__ = ["MAX_HEADS", "MAX_STATE_DIM", "RecurrentState", "StateDtype", "count", "multiple"]
@@ -23,6 +25,7 @@ MAX_HEADS = 1 << 16
 MAX_STATE_DIM = 256  # channels of a head, on either side of its state
 _MAX_BATCH = 1 << 20
 _DTYPES = ("float32", "bfloat16")
+_NO_SIGNS: Mapping[str, int] = MappingProxyType({})
 
 Shape = tuple[int, ...]
 
@@ -91,11 +94,37 @@ class RecurrentState(StateLayer):
         array = self.array
         return array if self._batch_size is not None else array[np.newaxis]
 
-    def _run(self, name: str, first: np.ndarray, *others: Any) -> None:
-        """Call the backend's function of that name, with inputs of which the first has tokens."""
+    def _run(
+        self,
+        name: str,
+        inputs: Mapping[str, np.ndarray | None],
+        *others: Any,
+        sign: Mapping[str, int] = _NO_SIGNS,
+    ) -> None:
+        """Call the backend's function of that name; the first of the inputs has tokens.
+
+        The backend looks at all numbers before it changes any. What it refuses is looked for again
+        here, for a message that names it. `sign`: inputs that may not be above (1) or below (-1) 0.
+        """
+        first, *rest = inputs.values()
+        assert first is not None
         tokens = first.shape[1]
-        if tokens:
-            active(name)(self._in_batch(), first, *others)
+        try:
+            if tokens:
+                active(name)(self._in_batch(), first, *rest, *others)
+        except KvedgeError:
+            for key, array in inputs.items():
+                if array is not None:
+                    check_finite(array, key)
+            for key, wrong in sign.items():
+                array = inputs[key]
+                assert array is not None
+                if (wrong * array).max() > 0:
+                    raise InvalidArgumentError(
+                        f"{key} must be at {'most' if wrong > 0 else 'least'} 0, and holds "
+                        f"{float(wrong * (wrong * array).max())!r}"
+                    ) from None
+            raise
         self.advance(tokens)
 
     def _lead(self, tokens: int | None) -> Shape:
@@ -119,10 +148,9 @@ class RecurrentState(StateLayer):
         return int(shape[at])
 
     def _rows(self, array: Any, name: str, row: Shape, tokens: int | None) -> np.ndarray:
-        """An input as finite float32 (batch, tokens, *row)."""
+        """An input as float32 (batch, tokens, *row)."""
         rows = as_float32(array, name, shape=(*self._lead(tokens), *row), contiguous=False)
         arrays.check_channels(rows, name)
-        check_finite(rows, name)
         return self._with_axes(rows, tokens)
 
     def _with_axes(self, rows: np.ndarray, tokens: int | None) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Steps of states in NumPy: the recurrences of the papers, token by token, in float32.
 
-Whoever calls has checked everything. Inputs are float32 and have axes of batch and tokens; a state
-is float32 or bfloat16 (uint16), and changed in place. One in bfloat16 is rounded at the end.
+Whoever calls has checked shapes and types; numbers are checked here. Inputs are float32 and have
+axes of batch and tokens; a state is float32 or bfloat16 (uint16), and changed in place. One in
+bfloat16 is rounded at the end.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from kvedge.core.checks import check_finite
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.half import decode_bfloat16, encode_bfloat16
+from kvedge.errors import InvalidArgumentError
 
 __all__ = ["conv_extend", "delta_extend", "mamba_extend"]
 
@@ -27,6 +30,12 @@ def _in_float32(state: np.ndarray) -> Iterator[np.ndarray]:
         yield held
         if held is not state:
             state[...] = encode_bfloat16(held)
+
+
+def _check(*inputs: np.ndarray | None) -> None:
+    for array in inputs:
+        if array is not None:
+            check_finite(array, "an input")
 
 
 @in_default_mode
@@ -59,6 +68,9 @@ def delta_extend(
     threads : int
         Not used here.
     """
+    _check(query, key, value, gate, beta)
+    if gate.max() > 0:
+        raise InvalidArgumentError("a gate is above 0")
     group = state.shape[1] // query.shape[2]
     with _in_float32(state) as held:
         for t in range(query.shape[1]):
@@ -107,6 +119,9 @@ def mamba_extend(
     threads : int
         Not used here.
     """
+    _check(x, dt, A, B, C, D)
+    if dt.min() < 0 or A.max() > 0:
+        raise InvalidArgumentError("a dt is below 0, or an A above")
     group = state.shape[1] // B.shape[2]
     with _in_float32(state) as held:
         for t in range(x.shape[1]):
@@ -141,6 +156,7 @@ def conv_extend(
     threads : int
         Not used here.
     """
+    _check(x, weight, bias)
     tokens, width = x.shape[1], weight.shape[1]
     with _in_float32(state) as held:
         past = held.shape[2]
