@@ -40,6 +40,34 @@ static const float *row_of(const kvedge_array *x, int64_t token, int first, int 
   return kvedge_array_row(&from, token, 0, n, room);
 }
 
+/* One token of channels first..: the state's rows are passed over once. */
+static void run_token(const conv_work *work, const kvedge_conv_call *call, int first, int n, kvedge_state_memory *memory) {
+  const kvedge_conv_shape *shape = work->shape;
+  const int width = shape->width, kept = shape->state_len, skipped = kept - (width - 1);
+  const kvedge_element_type type = call->state_type;
+  const float *x = row_of(&call->x, 0, first, n, memory->rows[0]), *rows[1] = {memory->sums[0]};
+  float *ones = memory->weights[0], *sums = memory->sums[0], *out = memory->values[0];
+  for (int c = 0; c < n; c++) {
+    const float *weight = shape->weight + (ptrdiff_t)(first + c) * width;
+    const ptrdiff_t at = (ptrdiff_t)(first + c) * kept;
+    float sum = shape->bias ? shape->bias[first + c] : 0.0f;
+    if (type == KVEDGE_TYPE_FLOAT32) {
+      float *state = (float *)call->state + at;
+      for (int w = 0; w + 1 < width; w++) sum += weight[w] * state[skipped + w];
+      for (int j = 0; j + 1 < kept; j++) state[j] = state[j + 1];
+      state[kept - 1] = x[c];
+    } else {
+      for (int w = 0; w + 1 < width; w++) sum += weight[w] * element(call->state, type, at + skipped + w);
+      memmove((uint16_t *)call->state + at, (uint16_t *)call->state + at + 1, (size_t)(kept - 1) * sizeof(uint16_t));
+      set_element(call->state, type, at + kept - 1, x[c]);
+    }
+    sums[c] = sum + weight[width - 1] * x[c], ones[c] = 1.0f;
+  }
+  const kvedge_array to = from_channel(&call->out, first);
+  work->kernels->convolve(rows, ones, NULL, 1, n, shape->silu, out);
+  kvedge_state_put_row(out, n, &to, 0, 0);
+}
+
 static void run_block(const void *context, int task, int next, kvedge_state_memory *memory) {
   const conv_work *work = context;
   const kvedge_conv_shape *shape = work->shape;
@@ -51,6 +79,10 @@ static void run_block(const void *context, int task, int next, kvedge_state_memo
   kvedge_state_row *weights = memory->weights, *before = memory->rows, *rooms = memory->sums;
   const float *rows[MOST_WIDTH];
   (void)next;
+  if (call->num_tokens == 1) {
+    run_token(work, call, first, n, memory);
+    return;
+  }
   for (int w = 0; w < width; w++)
     for (int c = 0; c < n; c++) weights[w][c] = shape->weight[(ptrdiff_t)(first + c) * width + w];
   for (int w = 0; w < width - 1; w++) {

@@ -27,14 +27,20 @@ typedef struct {
   const float *next; /* the state that this thread needs after this one, or NULL */
 } delta_head;
 
-static const float ones[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                              1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+typedef float four_floats __attribute__((vector_size(16), aligned(4), may_alias));
 
-static void normalize(float *row, int dim) {
-  float lane[4] = {0};
-  for (int d = 0; d < dim; d++) lane[d % 4] += row[d] * row[d];
-  const float inverse = 1.0f / sqrtf(lane[0] + lane[1] + (lane[2] + lane[3]) + 1e-6f);
-  for (int d = 0; d < dim; d++) row[d] *= inverse;
+/* The row times `scale`, and over its length where rows are normalized; zeros stand behind it. */
+static void scale_row(float *row, int dim, int normalize, float scale) {
+  if (normalize) {
+    four_floats squares[2] = {{0}};
+    for (int d = 0; d < dim; d += 8) {
+      const four_floats a = *(const four_floats *)(row + d), b = *(const four_floats *)(row + d + 4);
+      squares[0] += a * a, squares[1] += b * b;
+    }
+    const four_floats sum = squares[0] + squares[1];
+    scale /= sqrtf(sum[0] + sum[1] + (sum[2] + sum[3]) + 1e-6f);
+  }
+  for (int d = 0; d < dim; d++) row[d] *= scale;
 }
 
 /* rows[0..n-1] become the keys of tokens first.., rows[n..2n-1] their queries; `more` the keys once more. */
@@ -44,97 +50,95 @@ static void take_rows(const delta_head *h, int64_t first, int n) {
   for (int i = 0; i < n; i++) {
     kvedge_state_take_row(&h->call->key, first + i, h->key_head, shape->key_dim, m->rows[i]);
     kvedge_state_take_row(&h->call->query, first + i, h->key_head, shape->key_dim, m->rows[n + i]);
-    if (shape->normalize) normalize(m->rows[i], shape->key_dim), normalize(m->rows[n + i], shape->key_dim);
+    if (shape->normalize) scale_row(m->rows[i], shape->key_dim, 1, 1.0f);
+    scale_row(m->rows[n + i], shape->key_dim, shape->normalize, shape->scale);
     memcpy(m->more[i], m->rows[i], (size_t)shape->key_dim * sizeof(float));
-    for (int d = 0; d < shape->key_dim; d++) m->rows[n + i][d] *= shape->scale;
   }
 }
 
 /* With one decay for all channels. weights[i][j], weights[n + i][j] = the products of key and query i with key j, decayed
- * from j to i, for j < i and j <= i; rows decay from the state on, keys in `more` to the end of the chunk. */
-static void decay_rows(const delta_head *h, int64_t first, int n) {
+ * from j to i; keys in `more` decay to the end of the chunk. keep[i]: the decay from the state to token i. */
+static void decay_rows(const delta_head *h, int64_t first, int n, float *keep) {
   const int dim = h->work->shape->key_dim;
   kvedge_state_memory *m = h->memory;
-  double since[CHUNK], sum = 0.0; /* logarithms of the decay since the state; double, as their differences count */
-  for (int i = 0; i < n; i++) since[i] = sum += kvedge_log_decay(kvedge_state_number(&h->call->gate, first + i, h->head));
-  kvedge_state_multiply(h->work->kernels, m->scratch, m->rows, 2 * n, m->more[0], KVEDGE_TILE, n, dim, m->weights);
+  float decay[CHUNK], decays[CHUNK][CHUNK], since = 0.0f; /* the logarithm of the decay since the state */
   for (int i = 0; i < n; i++) {
-    const float from_state = kvedge_exp_nonpositive((float)since[i]),
-                to_end = kvedge_exp_nonpositive((float)(sum - since[i]));
-    for (int j = 0; j < i; j++) {
-      const float decay = kvedge_exp_nonpositive((float)(since[i] - since[j]));
-      m->weights[i][j] *= decay, m->weights[n + i][j] *= decay;
-    }
-    for (int d = 0; d < dim; d++) {
-      m->rows[i][d] *= from_state, m->rows[n + i][d] *= from_state;
-      m->more[i][d] *= to_end;
-    }
+    const float gate = kvedge_log_decay(kvedge_state_number(&h->call->gate, first + i, h->head));
+    decay[i] = kvedge_decay(gate);
+    keep[i] = kvedge_decay(since += gate);
   }
-  for (int d = 0; d < dim; d++) m->decay[d] = kvedge_exp_nonpositive((float)sum);
+  kvedge_state_decays(decay, n, decays);
+  kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[0], KVEDGE_TILE, 2 * n, m->more[0], KVEDGE_TILE, n, dim,
+                        m->weights);
+  for (int i = 0; i < n; i++)
+    for (int j = 0; j < n; j++) m->weights[i][j] *= decays[i][j], m->weights[n + i][j] *= decays[i][j];
+  for (int j = 0; j < n - 1; j++)
+    for (int d = 0; d < dim; d++) m->more[j][d] *= decays[n - 1][j];
+  for (int d = 0; d < dim; d++) m->decay[d] = keep[n - 1];
 }
 
-/* The sum of products in eight sums, which a compiler keeps in registers. */
-static float product_of(const float *a, const float *b, int dim) {
-  float lane[8] = {0}, sum = 0.0f;
-  for (int d = 0; d + 8 <= dim; d += 8)
-    for (int j = 0; j < 8; j++) lane[j] += a[d + j] * b[d + j];
-  for (int d = dim / 8 * 8; d < dim; d++) sum += a[d] * b[d];
-  return sum + ((lane[0] + lane[4]) + (lane[1] + lane[5])) + ((lane[2] + lane[6]) + (lane[3] + lane[7]));
-}
-
-/* The same with a decay for each channel: keys decay on from token to token, so that no factor is above 1. */
+/* The same with a decay for each channel: keys decay on from token to token, so that no factor is above 1; rows decay from
+ * the state on. */
 static void decay_channels(const delta_head *h, int64_t first, int n) {
   const int dim = h->work->shape->key_dim;
   kvedge_state_memory *m = h->memory;
-  float gate[DIM], since[DIM] = {0};
+  float gate[DIM], since[DIM] = {0}, one[DIM];
   for (int i = 0; i < n; i++) {
     const float *gates = kvedge_array_row(&h->call->gate, first + i, h->head, dim, gate);
-    float one[DIM];
+    float products[2][KVEDGE_TILE];
     for (int d = 0; d < dim; d++) {
-      one[d] = kvedge_exp_nonpositive(gates[d]);
-      since[d] += gates[d];
-      m->decay[d] = kvedge_exp_nonpositive(since[d]);
+      one[d] = kvedge_decay(gates[d]);
+      since[d] += kvedge_log_decay(gates[d]);
+      m->decay[d] = kvedge_decay(since[d]);
     }
-    for (int j = 0; j < i; j++) {
+    for (int j = 0; j < i; j++)
       for (int d = 0; d < dim; d++) m->more[j][d] *= one[d];
-      m->weights[i][j] = product_of(m->rows[i], m->more[j], dim);
-      m->weights[n + i][j] = product_of(m->rows[n + i], m->more[j], dim);
+    kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[i], n * KVEDGE_TILE, 2, m->more[0], KVEDGE_TILE, i + 1,
+                          dim, products);
+    for (int j = 0; j < n; j++) {
+      m->weights[i][j] = j <= i ? products[0][j] : 0.0f;
+      m->weights[n + i][j] = j <= i ? products[1][j] : 0.0f;
     }
-    m->weights[n + i][i] = product_of(m->rows[n + i], m->more[i], dim);
     for (int d = 0; d < dim; d++) m->rows[i][d] *= m->decay[d], m->rows[n + i][d] *= m->decay[d];
   }
 }
 
-/* values[i] = u_i, what token i adds to the state along its key: beta (v - its key's product with the state it meets). */
-static void find_updates(const delta_head *h, int64_t first, int n, int column, int columns) {
+/* solve[i][j], j <= i: the inverse of I + beta_i (key i with key j, decayed), which is triangular. */
+static void solve_keys(const delta_head *h, int n, const float *beta) {
   kvedge_state_memory *m = h->memory;
   for (int i = 0; i < n; i++) {
-    const float beta = kvedge_state_number(&h->call->beta, first + i, h->head);
-    float room[DIM], *to = m->values[i], *weights = m->weights[i];
-    const float *value = kvedge_array_row(&h->call->value, first + i, h->head, h->work->shape->value_dim, room) + column;
-    for (int c = 0; c < columns; c++) to[c] = value[c] - m->sums[i][c];
-    float negative[KVEDGE_TILE];
-    for (int j = 0; j < i; j++) negative[j] = -weights[j];
-    for (int j = i; j < CHUNK; j++) negative[j] = 0.0f;
-    if (i)
-      kvedge_state_add_rows(h->work->kernels, m->scratch, (const kvedge_state_row *)&negative, 1, m->values[0],
-                            KVEDGE_TILE, i, columns, ones, to, KVEDGE_TILE, NULL);
-    for (int c = 0; c < columns; c++) to[c] *= beta;
+    float row[CHUNK] = {0};
+    for (int j = 0; j < i; j++) {
+      const float factor = -beta[i] * m->weights[i][j];
+      for (int l = 0; l < CHUNK; l++) row[l] += factor * m->solve[j][l];
+    }
+    row[i] = 1.0f;
+    memcpy(m->solve[i], row, sizeof row);
   }
 }
 
-/* The tokens first.. on columns column.. of the state, which begin at `state`. */
-static void run_columns(const delta_head *h, int64_t first, int n, int column, float *state) {
+/* The tokens first.. on columns column.. of the state, which begin at `state`. sums[i] become the products of key i and
+ * query i with the state; updates[i] = u_i, what token i adds to the state along its key: beta (v - its key's product with
+ * the state that it meets). */
+static void run_columns(const delta_head *h, int64_t first, int n, int column, const float *keep, const float *beta,
+                        float *state) {
   const kvedge_delta_shape *shape = h->work->shape;
   const kvedge_kernels *kernels = h->work->kernels;
   const int left = shape->value_dim - column, columns = left < h->columns ? left : h->columns;
   kvedge_state_memory *m = h->memory;
+  float room[DIM];
   for (int i = 0; i < 2 * n; i++) memset(m->sums[i], 0, (size_t)columns * sizeof(float));
-  kvedge_state_add_rows(kernels, m->scratch, m->rows, 2 * n, state, h->stride, shape->key_dim, columns, ones,
-                        m->sums[0], KVEDGE_TILE, h->next);
-  find_updates(h, first, n, column, columns);
-  kvedge_state_add_rows(kernels, m->scratch, m->weights + n, n, m->values[0], KVEDGE_TILE, n, columns, ones, m->sums[n],
-                        KVEDGE_TILE, NULL);
+  for (int i = 0; i < n; i++) memset(m->updates[i], 0, (size_t)columns * sizeof(float));
+  kvedge_state_add_rows(kernels, m->scratch, m->rows, 2 * n, state, h->stride, shape->key_dim, columns,
+                        kvedge_state_ones, m->sums[0], KVEDGE_TILE, h->next);
+  for (int i = 0; i < n; i++) {
+    const float *value = kvedge_array_row(&h->call->value, first + i, h->head, shape->value_dim, room) + column;
+    for (int c = 0; c < columns; c++) m->values[i][c] = beta[i] * (value[c] - keep[i] * m->sums[i][c]);
+  }
+  kvedge_state_add_rows(kernels, m->scratch, m->solve, n, m->values[0], KVEDGE_TILE, n, columns, kvedge_state_ones,
+                        m->updates[0], KVEDGE_TILE, NULL);
+  kvedge_state_add_rows(kernels, m->scratch, m->weights + n, n, m->updates[0], KVEDGE_TILE, n, columns, keep,
+                        m->sums[n], KVEDGE_TILE, NULL);
   for (int i = 0; i < n; i++) {
     kvedge_array out = h->call->out;
     out.data = (char *)out.data + column * kvedge_element_bytes(out.type);
@@ -142,8 +146,8 @@ static void run_columns(const delta_head *h, int64_t first, int n, int column, f
   }
   for (int k = 0; k < shape->key_dim; k += KVEDGE_QUERY_ROWS) {
     const int rows = shape->key_dim - k < KVEDGE_QUERY_ROWS ? shape->key_dim - k : KVEDGE_QUERY_ROWS;
-    const kvedge_state_row *weights = (const kvedge_state_row *)&m->update[0][k / KVEDGE_QUERY_ROWS * CHUNK];
-    kvedge_state_add_rows(kernels, m->scratch, weights, rows, m->values[0], KVEDGE_TILE, n, columns, m->decay + k,
+    const kvedge_state_row *weights = (const kvedge_state_row *)&m->to_state[0][k / KVEDGE_QUERY_ROWS * CHUNK];
+    kvedge_state_add_rows(kernels, m->scratch, weights, rows, m->updates[0], KVEDGE_TILE, n, columns, m->decay + k,
                           state + k * h->stride, h->stride, NULL);
   }
 }
@@ -152,17 +156,18 @@ static void run_chunk(const delta_head *h, int64_t first, int n) {
   const kvedge_delta_shape *shape = h->work->shape;
   kvedge_state_memory *m = h->memory;
   take_rows(h, first, n);
-  if (shape->gate_dim == 1) decay_rows(h, first, n);
+  float keep[CHUNK], beta[CHUNK];
+  for (int i = 0; i < n; i++) beta[i] = kvedge_state_number(&h->call->beta, first + i, h->head), keep[i] = 1.0f;
+  if (shape->gate_dim == 1) decay_rows(h, first, n, keep);
   else decay_channels(h, first, n);
-  for (int i = 0; i < n; i++)
-    for (int j = i + 1; j < CHUNK; j++) m->weights[n + i][j] = 0.0f;
-  /* Weights of the update, (key_dim, CHUNK): of 32 rows of the state beside those of the next 32. */
-  for (int k = 0; k < shape->key_dim; k++) {
-    float *weights = &m->update[k % KVEDGE_QUERY_ROWS][k / KVEDGE_QUERY_ROWS * CHUNK];
-    for (int j = 0; j < CHUNK; j++) weights[j] = j < n ? m->more[j][k] : 0.0f;
-  }
+  solve_keys(h, n, beta);
+  /* Of 32 rows of the state beside those of the next 32. */
+  for (int k = 0; k < shape->key_dim; k += KVEDGE_QUERY_ROWS)
+    kvedge_state_transpose(h->work->kernels, m->more, n, k,
+                           shape->key_dim - k < KVEDGE_QUERY_ROWS ? shape->key_dim - k : KVEDGE_QUERY_ROWS,
+                           &m->to_state[0][k / KVEDGE_QUERY_ROWS * CHUNK]);
   for (int c = 0, block = 0; c < shape->value_dim; c += h->columns, block++)
-    run_columns(h, first, n, c, h->state + (ptrdiff_t)block * shape->key_dim * h->stride);
+    run_columns(h, first, n, c, keep, beta, h->state + (ptrdiff_t)block * shape->key_dim * h->stride);
 }
 
 /* The state of a head as float32 in blocks of columns, and back. */

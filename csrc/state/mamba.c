@@ -30,38 +30,35 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   const kvedge_kernels *kernels = h->work->kernels;
   const int dim = shape->head_dim, size = shape->state_size;
   kvedge_state_memory *m = h->memory;
-  float keep[CHUNK], dt[CHUNK];
-  double since[CHUNK], sum = 0.0; /* logarithms of the decay since the state; double, as their differences count */
+  float keep[CHUNK], decay[CHUNK], dt[CHUNK], decays[CHUNK][CHUNK], since = 0.0f;
   for (int i = 0; i < n; i++) {
     dt[i] = kvedge_state_number(&call->dt, first + i, h->head);
-    since[i] = sum += kvedge_log_decay(dt[i] * shape->a[h->head]);
-    keep[i] = kvedge_exp_nonpositive((float)since[i]);
+    const float log_decay = kvedge_log_decay(dt[i] * shape->a[h->head]);
+    decay[i] = kvedge_decay(log_decay);
+    keep[i] = kvedge_decay(since += log_decay);
     kvedge_state_take_row(&call->c, first + i, h->group, size, m->rows[i]);
     kvedge_state_take_row(&call->b, first + i, h->group, size, m->more[i]);
     kvedge_state_take_row(&call->x, first + i, h->head, dim, m->values[i]);
   }
+  kvedge_state_decays(decay, n, decays);
   /* sums[i] = decay of S C_i, + the sum over j <= i of (C_i B_j) decay from j to i, times dt_j x_j */
-  kvedge_state_multiply(kernels, m->scratch, m->rows, n, h->state, size, dim, size, m->sums);
-  kvedge_state_multiply(kernels, m->scratch, m->rows, n, m->more[0], KVEDGE_TILE, n, size, m->weights);
+  kvedge_state_multiply(kernels, m->scratch, m->rows[0], KVEDGE_TILE, n, h->state, size, dim, size, m->sums);
+  kvedge_state_multiply(kernels, m->scratch, m->rows[0], KVEDGE_TILE, n, m->more[0], KVEDGE_TILE, n, size, m->weights);
   for (int i = 0; i < n; i++) {
-    for (int j = 0; j <= i; j++) m->weights[i][j] *= dt[j] * kvedge_exp_nonpositive((float)(since[i] - since[j]));
-    for (int j = i + 1; j < CHUNK; j++) m->weights[i][j] = 0.0f;
+    for (int j = 0; j < n; j++) m->weights[i][j] *= dt[j] * decays[i][j];
     if (shape->d) m->weights[i][i] += shape->d[h->head];
   }
   kvedge_state_add_rows(kernels, m->scratch, m->weights, n, m->values[0], KVEDGE_TILE, n, dim, keep, m->sums[0],
                         KVEDGE_TILE, NULL);
   for (int i = 0; i < n; i++) kvedge_state_put_row(m->sums[i], dim, &call->out, first + i, h->head);
   /* S = decay S + the sum over j of decay to the end, dt_j x_j B_j^T */
-  for (int j = 0; j < n; j++) {
-    const float factor = dt[j] * kvedge_exp_nonpositive((float)(sum - since[j]));
-    for (int p = 0; p < dim; p++) m->values[j][p] *= factor;
-  }
-  for (int r = 0; r < KVEDGE_QUERY_ROWS; r++) m->decay[r] = kvedge_exp_nonpositive((float)sum);
+  for (int j = 0; j < n; j++)
+    for (int p = 0; p < dim; p++) m->values[j][p] *= dt[j] * decays[n - 1][j];
+  for (int r = 0; r < KVEDGE_QUERY_ROWS; r++) m->decay[r] = keep[n - 1];
   for (int p = 0; p < dim; p += KVEDGE_QUERY_ROWS) {
     const int rows = dim - p < KVEDGE_QUERY_ROWS ? dim - p : KVEDGE_QUERY_ROWS;
-    for (int r = 0; r < rows; r++)
-      for (int j = 0; j < CHUNK; j++) m->update[r][j] = j < n ? m->values[j][p + r] : 0.0f;
-    kvedge_state_add_rows(kernels, m->scratch, m->update, rows, m->more[0], KVEDGE_TILE, n, size, m->decay,
+    kvedge_state_transpose(kernels, m->values, n, p, rows, m->to_state[0]);
+    kvedge_state_add_rows(kernels, m->scratch, m->to_state, rows, m->more[0], KVEDGE_TILE, n, size, m->decay,
                           h->state + (ptrdiff_t)p * size, size, NULL);
   }
 }

@@ -5,6 +5,9 @@
 #include "system/dispatch.h"
 #include "system/parallel.h"
 
+const float kvedge_state_ones[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                                    1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
 /* Rows side by side, as a tile of blocks. */
 static kvedge_tile tile_of(const char **blocks, const float *rows, ptrdiff_t stride, int num_rows, int dim) {
   for (int t = 0; t < num_rows; t += KVEDGE_BLOCK) blocks[t / KVEDGE_BLOCK] = (const char *)(rows + t * stride);
@@ -26,13 +29,22 @@ void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const k
   kernels->cells[KVEDGE_FLOAT32].weighted_sum(&p, &tile, &to);
 }
 
-void kvedge_state_multiply(const kvedge_kernels *kernels, char *scratch, const kvedge_state_row *queries, int n,
-                           const float *rows, ptrdiff_t stride, int num_rows, int dim, kvedge_state_row *products) {
+void kvedge_state_multiply(const kvedge_kernels *kernels, char *scratch, const float *queries, ptrdiff_t query_stride,
+                           int n, const float *rows, ptrdiff_t stride, int num_rows, int dim, kvedge_state_row *products) {
   const char *blocks[KVEDGE_TILE_BLOCKS];
   const kvedge_tile tile = tile_of(blocks, rows, stride, num_rows, dim);
   const kvedge_query q = {
-      .num_queries = n, .dim = dim, .stride = KVEDGE_TILE, .values = queries[0], .scratch = scratch};
+      .num_queries = n, .dim = dim, .stride = query_stride, .values = queries, .scratch = scratch};
   kernels->cells[KVEDGE_FLOAT32].scores(&q, &tile, products[0], 0);
+}
+
+void kvedge_state_transpose(const kvedge_kernels *kernels, const kvedge_state_row *rows, int num_rows, int first, int dim,
+                            float *to) {
+  for (int r = 0; r < dim; r += KVEDGE_SCALE_COLUMNS) {
+    const int columns = dim - r < KVEDGE_SCALE_COLUMNS ? dim - r : KVEDGE_SCALE_COLUMNS;
+    kernels->transpose_scales(&rows[0][first + r], KVEDGE_SCALE_FLOAT32, sizeof *rows, num_rows, columns, 1.0f,
+                              to + r * KVEDGE_TILE, KVEDGE_TILE);
+  }
 }
 
 int kvedge_state_is_valid(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim,
@@ -43,14 +55,19 @@ int kvedge_state_is_valid(const kvedge_array *array, int64_t num_tokens, int num
   return kvedge_array_abs_max_bits(array, num_tokens, num_heads, dim) < 0x7f800000u;
 }
 
+/* Floats above 0 are those whose bits are, as integers with a sign. */
 int kvedge_state_is_nonpositive(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim) {
-  float room[KVEDGE_STATE_DIM], most = 0.0f;
+  float room[KVEDGE_STATE_DIM];
+  int32_t most = 0;
   for (int64_t t = 0; t < num_tokens; t++)
     for (int h = 0; h < num_heads; h++) {
       const float *row = kvedge_array_row(array, t, h, dim, room);
-      for (int d = 0; d < dim; d++) most = row[d] > most ? row[d] : most;
+      for (int d = 0; d < dim; d++) {
+        const int32_t bits = (int32_t)kvedge_bits_of_float(row[d]);
+        most = bits > most ? bits : most;
+      }
     }
-  return most <= 0.0f;
+  return most == 0;
 }
 
 typedef struct {

@@ -18,15 +18,17 @@ enum {
 /* Elements of a row of weights: kernels have them KVEDGE_TILE apart. */
 typedef float kvedge_state_row[KVEDGE_TILE];
 
+extern const float kvedge_state_ones[KVEDGE_QUERY_ROWS];
+
 /* The working memory of a thread. */
 typedef struct {
   _Alignas(64) char scratch[KVEDGE_SCRATCH];
   kvedge_state_row rows[KVEDGE_QUERY_ROWS];    /* what is multiplied with the state */
   kvedge_state_row weights[KVEDGE_QUERY_ROWS]; /* of rows that are added */
   kvedge_state_row sums[KVEDGE_QUERY_ROWS];
-  kvedge_state_row update[KVEDGE_QUERY_ROWS]; /* weights of what is added to the state */
-  kvedge_state_row more[KVEDGE_STATE_CHUNK];
-  kvedge_state_row values[KVEDGE_STATE_CHUNK];
+  kvedge_state_row to_state[KVEDGE_QUERY_ROWS]; /* weights of what is added to the state */
+  kvedge_state_row more[KVEDGE_STATE_CHUNK], values[KVEDGE_STATE_CHUNK], updates[KVEDGE_STATE_CHUNK];
+  kvedge_state_row solve[KVEDGE_STATE_CHUNK];
   float decay[KVEDGE_STATE_DIM];
   float state[KVEDGE_STATE_DIM * KVEDGE_STATE_DIM]; /* of a head, where it is not read in place */
 } kvedge_state_memory;
@@ -38,9 +40,14 @@ void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const k
                            const float *rows, ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
                            ptrdiff_t sum_stride, const float *next);
 
-/* products[i][t] = the product of queries[i] and rows[t]. Queries are zeros from dim to a multiple of 64. */
-void kvedge_state_multiply(const kvedge_kernels *kernels, char *scratch, const kvedge_state_row *queries, int n,
-                           const float *rows, ptrdiff_t stride, int num_rows, int dim, kvedge_state_row *products);
+/* products[i][t] = the product of query i and rows[t]. Queries are `query_stride` floats apart, and zeros from dim to a
+ * multiple of 64. */
+void kvedge_state_multiply(const kvedge_kernels *kernels, char *scratch, const float *queries, ptrdiff_t query_stride,
+                           int n, const float *rows, ptrdiff_t stride, int num_rows, int dim, kvedge_state_row *products);
+
+/* to[r][t] = rows[t][first + r], for num_rows rows and `dim` elements of each. */
+void kvedge_state_transpose(const kvedge_kernels *kernels, const kvedge_state_row *rows, int num_rows, int first, int dim,
+                            float *to);
 
 /* The first n elements, and zeros to a multiple of 64. */
 static inline void kvedge_state_take_row(const kvedge_array *from, int64_t token, int head, int dim, float *to) {
@@ -65,8 +72,22 @@ static inline float kvedge_state_number(const kvedge_array *from, int64_t token,
 /* The logarithm of a decay. None is so small that a sum of them is infinite. */
 static inline float kvedge_log_decay(float x) { return x > -1e30f ? x : -1e30f; }
 
-/* exp(x) for x <= 0, relative error below 1e-6 where it is not nothing. */
-static inline float kvedge_exp_nonpositive(float x) { return exp2_nonpositive(x * 1.44269504f); }
+/* exp(x) for x <= 0, relative error below 1e-6; below -87 that of -87. By bits, which compilers make vector code of. */
+static inline float kvedge_decay(float x) {
+  enum { LARGEST = 0x42ae0000 }; /* 87 */
+  const int32_t magnitude = (int32_t)(kvedge_bits_of_float(x) & 0x7fffffffu);
+  return exp2_within(-1.44269504f * kvedge_float_of_bits((uint32_t)(magnitude > LARGEST ? LARGEST : magnitude)));
+}
+
+/* decays[i][j], j <= i: from token j, which is not decayed, to token i, by the decay of each; 0 for j > i. */
+static inline void kvedge_state_decays(const float *decay, int n, float decays[KVEDGE_STATE_CHUNK][KVEDGE_STATE_CHUNK]) {
+  float row[KVEDGE_STATE_CHUNK] = {0};
+  for (int i = 0; i < n; i++) {
+    for (int j = 0; j < KVEDGE_STATE_CHUNK; j++) row[j] *= decay[i];
+    row[i] = 1.0f;
+    memcpy(decays[i], row, sizeof row);
+  }
+}
 
 /* Is it all finite, and of the shape? */
 int kvedge_state_is_valid(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim, kvedge_status *status);
