@@ -77,10 +77,10 @@ static void run_head(const void *context, int task, int next, kvedge_state_memor
                         .group = head / (shape->num_heads / shape->num_groups),
                         .state = in_place ? (float *)state : memory->state};
   (void)next;
-  if (!in_place) kvedge_widen(call->state_type, state, elements, h.state);
+  if (!in_place) work->kernels->widen_bfloats((const uint16_t *)state, elements, h.state);
   for (int64_t t = 0; t < call->num_tokens; t += CHUNK)
     run_chunk(&h, t, call->num_tokens - t < CHUNK ? (int)(call->num_tokens - t) : CHUNK);
-  if (!in_place) kvedge_narrow(call->state_type, h.state, elements, state);
+  if (!in_place) work->kernels->narrow_bfloats(h.state, elements, (uint16_t *)state);
 }
 
 static int is_shape(const kvedge_mamba_shape *shape) {
