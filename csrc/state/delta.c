@@ -70,8 +70,10 @@ static void decay_rows(const delta_head *h, int64_t first, int n, float *keep) {
   kvedge_state_decays(decay, n, decays);
   kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[0], KVEDGE_TILE, 2 * n, m->more[0], KVEDGE_TILE, n, dim,
                         m->weights);
-  for (int i = 0; i < n; i++)
-    for (int j = 0; j < n; j++) m->weights[i][j] *= decays[i][j], m->weights[n + i][j] *= decays[i][j];
+  for (int i = 0; i < n; i++) {
+    for (int j = 0; j <= i; j++) m->weights[i][j] *= decays[i][j], m->weights[n + i][j] *= decays[i][j];
+    for (int j = i + 1; j < n; j++) m->weights[n + i][j] = 0.0f;
+  }
   for (int j = 0; j < n - 1; j++)
     for (int d = 0; d < dim; d++) m->more[j][d] *= decays[n - 1][j];
   for (int d = 0; d < dim; d++) m->decay[d] = keep[n - 1];
@@ -95,10 +97,8 @@ static void decay_channels(const delta_head *h, int64_t first, int n) {
       for (int d = 0; d < dim; d++) m->more[j][d] *= one[d];
     kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[i], n * KVEDGE_TILE, 2, m->more[0], KVEDGE_TILE, i + 1,
                           dim, products);
-    for (int j = 0; j < n; j++) {
-      m->weights[i][j] = j <= i ? products[0][j] : 0.0f;
-      m->weights[n + i][j] = j <= i ? products[1][j] : 0.0f;
-    }
+    for (int j = 0; j <= i; j++) m->weights[i][j] = products[0][j], m->weights[n + i][j] = products[1][j];
+    for (int j = i + 1; j < n; j++) m->weights[n + i][j] = 0.0f;
     for (int d = 0; d < dim; d++) m->rows[i][d] *= m->decay[d], m->rows[n + i][d] *= m->decay[d];
   }
 }

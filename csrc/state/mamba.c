@@ -45,7 +45,8 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   kvedge_state_multiply(kernels, m->scratch, m->rows[0], KVEDGE_TILE, n, h->state, size, dim, size, m->sums);
   kvedge_state_multiply(kernels, m->scratch, m->rows[0], KVEDGE_TILE, n, m->more[0], KVEDGE_TILE, n, size, m->weights);
   for (int i = 0; i < n; i++) {
-    for (int j = 0; j < n; j++) m->weights[i][j] *= dt[j] * decays[i][j];
+    for (int j = 0; j <= i; j++) m->weights[i][j] *= dt[j] * decays[i][j];
+    for (int j = i + 1; j < n; j++) m->weights[i][j] = 0.0f;
     if (shape->d) m->weights[i][i] += shape->d[h->head];
   }
   kvedge_state_add_rows(kernels, m->scratch, m->weights, n, m->values[0], KVEDGE_TILE, n, dim, keep, m->sums[0],
