@@ -255,6 +255,10 @@ typedef struct kvedge_kernels {
    * nearest float that is neither infinite nor denormal. */
   void (*scale_row)(const float *row, int n, float factor, float power, float *out);
 
+  /* n bfloat16 to float32, and back: to nearest, ties to even, to the largest finite number instead of an infinity. */
+  void (*widen_bfloats)(const uint16_t *from, int n, float *to);
+  void (*narrow_bfloats)(const float *from, int n, uint16_t *to);
+
   /* out[c] = act(bias[c] + sum_w weights[w * KVEDGE_TILE + c] * rows[w][c]) for n channels, n up to KVEDGE_TILE; bias may be
    * NULL; act(x) = x / (1 + exp(-x)) where `silu` is not 0. */
   void (*convolve)(const float *const *rows, const float *weights, const float *bias, int width, int n, int silu,

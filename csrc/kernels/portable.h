@@ -258,6 +258,19 @@ static inline void convolve_portable(const float *const *rows, const float *weig
     for (int i = 0; i < n; i++) out[i] = silu_of(out[i]);
 }
 
+static inline void widen_bfloats_portable(const uint16_t *restrict from, int n, float *restrict to) {
+  for (int i = 0; i < n; i++) to[i] = kvedge_float_of_bfloat(from[i]);
+}
+
+static inline void narrow_bfloats_portable(const float *restrict from, int n, uint16_t *restrict to) {
+  enum { LARGEST = 0x7f7f0000 };
+  for (int i = 0; i < n; i++) {
+    const int32_t bits = (int32_t)kvedge_bits_of_float(from[i]), magnitude = bits & 0x7fffffff;
+    const int32_t kept = magnitude > LARGEST ? LARGEST : magnitude;
+    to[i] = kvedge_bfloat_of_float(kvedge_float_of_bits((uint32_t)((bits ^ magnitude) | kept)));
+  }
+}
+
 static inline uint64_t read_bytes_portable(const void *p, size_t n) {
   const uint64_t *eights = p; /* (n / 8) */
   uint64_t lane[8] = {0};

@@ -70,8 +70,10 @@ static void decay_rows(const delta_head *h, int64_t first, int n, float *keep) {
   kvedge_state_decays(decay, n, decays);
   kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[0], KVEDGE_TILE, 2 * n, m->more[0], KVEDGE_TILE, n, dim,
                         m->weights);
-  for (int i = 0; i < n; i++)
-    for (int j = 0; j < n; j++) m->weights[i][j] *= decays[i][j], m->weights[n + i][j] *= decays[i][j];
+  for (int i = 0; i < n; i++) {
+    for (int j = 0; j <= i; j++) m->weights[i][j] *= decays[i][j], m->weights[n + i][j] *= decays[i][j];
+    for (int j = i + 1; j < n; j++) m->weights[n + i][j] = 0.0f;
+  }
   for (int j = 0; j < n - 1; j++)
     for (int d = 0; d < dim; d++) m->more[j][d] *= decays[n - 1][j];
   for (int d = 0; d < dim; d++) m->decay[d] = keep[n - 1];
@@ -95,10 +97,8 @@ static void decay_channels(const delta_head *h, int64_t first, int n) {
       for (int d = 0; d < dim; d++) m->more[j][d] *= one[d];
     kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[i], n * KVEDGE_TILE, 2, m->more[0], KVEDGE_TILE, i + 1,
                           dim, products);
-    for (int j = 0; j < n; j++) {
-      m->weights[i][j] = j <= i ? products[0][j] : 0.0f;
-      m->weights[n + i][j] = j <= i ? products[1][j] : 0.0f;
-    }
+    for (int j = 0; j <= i; j++) m->weights[i][j] = products[0][j], m->weights[n + i][j] = products[1][j];
+    for (int j = i + 1; j < n; j++) m->weights[n + i][j] = 0.0f;
     for (int d = 0; d < dim; d++) m->rows[i][d] *= m->decay[d], m->rows[n + i][d] *= m->decay[d];
   }
 }
@@ -174,9 +174,13 @@ static void run_chunk(const delta_head *h, int64_t first, int n) {
 static void unpack_state(const delta_head *h, const char *state, kvedge_element_type type) {
   const int key_dim = h->work->shape->key_dim, value_dim = h->work->shape->value_dim;
   float room[DIM];
+  if (h->columns == value_dim && type != KVEDGE_TYPE_FLOAT32) {
+    h->work->kernels->widen_bfloats((const uint16_t *)state, key_dim * value_dim, h->state);
+    return;
+  }
   for (int k = 0; k < key_dim; k++, state += value_dim * kvedge_element_bytes(type)) {
     const float *row = (const float *)state;
-    if (type != KVEDGE_TYPE_FLOAT32) kvedge_widen(type, state, value_dim, room), row = room;
+    if (type != KVEDGE_TYPE_FLOAT32) h->work->kernels->widen_bfloats((const uint16_t *)state, value_dim, room), row = room;
     for (int c = 0; c < value_dim; c += h->columns) {
       const int n = value_dim - c < h->columns ? value_dim - c : h->columns;
       memcpy(h->state + (ptrdiff_t)c * key_dim + k * h->stride, row + c, (size_t)n * sizeof *row);
@@ -187,13 +191,17 @@ static void unpack_state(const delta_head *h, const char *state, kvedge_element_
 static void pack_state(const delta_head *h, char *state, kvedge_element_type type) {
   const int key_dim = h->work->shape->key_dim, value_dim = h->work->shape->value_dim;
   float room[DIM];
+  if (h->columns == value_dim && type != KVEDGE_TYPE_FLOAT32) {
+    h->work->kernels->narrow_bfloats(h->state, key_dim * value_dim, (uint16_t *)state);
+    return;
+  }
   for (int k = 0; k < key_dim; k++, state += value_dim * kvedge_element_bytes(type)) {
     float *row = type == KVEDGE_TYPE_FLOAT32 ? (float *)state : room;
     for (int c = 0; c < value_dim; c += h->columns) {
       const int n = value_dim - c < h->columns ? value_dim - c : h->columns;
       memcpy(row + c, h->state + (ptrdiff_t)c * key_dim + k * h->stride, (size_t)n * sizeof *row);
     }
-    if (row == room) kvedge_narrow(type, room, value_dim, state);
+    if (row == room) h->work->kernels->narrow_bfloats(room, value_dim, (uint16_t *)state);
   }
 }
 
@@ -221,7 +229,7 @@ static void run_head(const void *context, int task, int next, kvedge_state_memor
   if (in_place && next == task + 1 && head + 1 < shape->num_heads) h.next = h.state + elements;
   if (!in_place) {
     const int columns = columns_of_block(work->kernels, shape->key_dim);
-    if (columns < shape->value_dim) h.columns = h.stride = columns;
+    if (columns < shape->value_dim && call->num_tokens > CHUNK) h.columns = h.stride = columns;
     unpack_state(&h, state, call->state_type);
   }
   for (int64_t t = 0; t < call->num_tokens; t += CHUNK)

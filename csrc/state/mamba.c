@@ -45,7 +45,8 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   kvedge_state_multiply(kernels, m->scratch, m->rows[0], KVEDGE_TILE, n, h->state, size, dim, size, m->sums);
   kvedge_state_multiply(kernels, m->scratch, m->rows[0], KVEDGE_TILE, n, m->more[0], KVEDGE_TILE, n, size, m->weights);
   for (int i = 0; i < n; i++) {
-    for (int j = 0; j < n; j++) m->weights[i][j] *= dt[j] * decays[i][j];
+    for (int j = 0; j <= i; j++) m->weights[i][j] *= dt[j] * decays[i][j];
+    for (int j = i + 1; j < n; j++) m->weights[i][j] = 0.0f;
     if (shape->d) m->weights[i][i] += shape->d[h->head];
   }
   kvedge_state_add_rows(kernels, m->scratch, m->weights, n, m->values[0], KVEDGE_TILE, n, dim, keep, m->sums[0],
@@ -77,10 +78,10 @@ static void run_head(const void *context, int task, int next, kvedge_state_memor
                         .group = head / (shape->num_heads / shape->num_groups),
                         .state = in_place ? (float *)state : memory->state};
   (void)next;
-  if (!in_place) kvedge_widen(call->state_type, state, elements, h.state);
+  if (!in_place) work->kernels->widen_bfloats((const uint16_t *)state, elements, h.state);
   for (int64_t t = 0; t < call->num_tokens; t += CHUNK)
     run_chunk(&h, t, call->num_tokens - t < CHUNK ? (int)(call->num_tokens - t) : CHUNK);
-  if (!in_place) kvedge_narrow(call->state_type, h.state, elements, state);
+  if (!in_place) work->kernels->narrow_bfloats(h.state, elements, (uint16_t *)state);
 }
 
 static int is_shape(const kvedge_mamba_shape *shape) {
