@@ -60,6 +60,7 @@ from kvedge.paged.snapshot import PagedSnapshot
 from kvedge.policy import KvCachePolicy
 from kvedge.rope import Rope
 from kvedge.rows import dequantize_rows, quantize_rows
+from kvedge.states.layer import StateLayer
 from kvedge.threads import get_num_threads, set_num_threads
 
 _failure: KvedgeError | None = None
@@ -139,6 +140,7 @@ __all__ = [
     "ScaleRangeError",
     "ShapeMismatchError",
     "StaleSnapshotError",
+    "StateLayer",
     "UnknownSequenceError",
     "UnsupportedIsaError",
     "UnsupportedModelError",

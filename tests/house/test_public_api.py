@@ -30,6 +30,7 @@ CLASSES = [
     kvedge.KVCache,
     kvedge.KvCacheSnapshot,
     kvedge.Rope,
+    kvedge.StateLayer,
     kvedge.KvBlockPool,
     kvedge.PagedKvCache,
     kvedge.PagedSnapshot,
