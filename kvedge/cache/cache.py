@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, TypeVar, overload
 
 import numpy as np
 
@@ -303,19 +303,11 @@ class KVCache(ConfigFacts):
         CapacityExceededError
             More tokens than ``max_seq_len``.
         """
-        state = self._state
-        index = checks.check_layer(layer, state.num_layers)
-        held = state.layers[index]
-        if not isinstance(held, StateLayer):
-            raise InvalidArgumentError(
-                f"replace() needs a state, and layer {index} holds keys and values: append() to it",
-                layer=index,
-            )
+        held, limit = self.state(layer), self._state.max_seq_len
         number = checks.as_int(n, "n")
-        limit = state.max_seq_len
         if limit is not None and number > limit - held.position:
             error = CapacityExceededError(f"no room for {number} tokens after {held.position}")
-            raise state.no_room(index, error)
+            raise self._state.no_room(int(layer), error)
         if number < 0:
             raise InvalidArgumentError(f"n must be at least 0, not {number}: restore() goes back")
         held.replace(**arrays)
@@ -466,7 +458,7 @@ class KVCache(ConfigFacts):
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def layer(self, index: int) -> Any:
+    def layer(self, index: int) -> KvLayer:
         """Return the layer object, which shares the cache's storage and follows its length.
 
         Its getters, codes, scales and ``attend`` may be used; its mutators raise
@@ -480,14 +472,40 @@ class KVCache(ConfigFacts):
         Returns
         -------
         QuantizedKvLayer, Float32KvLayer or whichever is the class of its dtype; or a StateLayer,
-        which may be replaced and stepped, and goes back with the cache alone
+        as :meth:`state` has it
 
         Raises
         ------
         LayerOutOfRangeError
         """
         layers = self._state.layers
-        return layers[checks.check_layer(index, len(layers))]
+        # Most are of that type; state() tells that of the others.
+        return layers[checks.check_layer(index, len(layers))]  # type: ignore[return-value]
+
+    def state(self, index: int) -> StateLayer:
+        """Return the layer object of a layer that holds a state.
+
+        It may be replaced and stepped, and goes back with the cache alone: its ``reset`` and
+        ``restore`` raise ReadOnlyLayerError.
+
+        Parameters
+        ----------
+        index : int
+            0 to num_layers - 1.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        InvalidArgumentError
+            The layer holds keys and values.
+        """
+        number = checks.check_layer(index, self._state.num_layers)
+        held = self._state.layers[number]
+        if not isinstance(held, StateLayer):
+            raise InvalidArgumentError(
+                f"layer {number} holds keys and values, and no state: {held!r}", layer=number
+            )
+        return held
 
     @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
