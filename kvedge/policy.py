@@ -190,7 +190,7 @@ class KvCachePolicy:
 
     def _bytes(self, step: _Step, cache: KVCache, more: int) -> int:
         """Bytes of the tokens of a cache and `more`, stored as a step has it."""
-        total = 0
+        total = sum(state.nbytes for state in state_of(cache).states)
         for store in state_of(cache).stores:
             tokens, window = len(store) + more, store.config.window
             if window is not None:

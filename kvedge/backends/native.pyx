@@ -1035,12 +1035,14 @@ def bind():
 # KVCache.attend, straight to the C of the layer's store.
 def _attend_of_cache(self, layer, query, *, out=None, **options):
     state = self._state
-    cdef tuple stores = state.stores
+    cdef tuple stores = state.store_at
     if layer.__class__ is not int or not 0 <= layer < len(stores):
         layer = checks.check_layer(layer, len(stores))
     if state.num_query_heads is not None:
         self._check_query_heads(layer, query, options.get("layout", _NHD))
     cdef LayerStore target = stores[layer]
+    if target is None:
+        raise state.no_tokens(layer, "attend()")
     try:
         return target._attend(query, out, options)
     except OutOfMemoryError:

@@ -29,6 +29,7 @@ def clear(state: CacheState) -> None:
 
 def keep(state: CacheState, positions: np.ndarray) -> None:
     """Keep only tokens at checked positions."""
+    state.refuse_states("keep()")
     state.refuse_pending("keep()")
     for store in state.stores:
         checks.check_whole(store.config, store.held(), "keep()")
@@ -47,6 +48,7 @@ def shift(
     state: CacheState, delta: int, rope: Rope | Sequence[Rope | None], start: int, stop: int
 ) -> None:
     """Rotate stored keys of a checked range."""
+    state.refuse_states("shift()")
     state.refuse_pending("shift()")
     ropes = rope if isinstance(rope, (list, tuple)) else None
     if ropes is not None and len(ropes) != state.num_layers:

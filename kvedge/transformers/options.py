@@ -60,6 +60,7 @@ class StoreOptions:
     tolerance: float
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another
+    state_dtype: str | None = None  # of recurrent states; None: that of the model
 
     def check(self, num_layers: int) -> None:
         """Raise what is wrong with an option, as far as it does not depend on a layer's shape.
