@@ -249,11 +249,13 @@ cdef class LayerStore:
     cdef object _window                 # its config's: an int or None
     cdef public object parts            # LayerParts or None
     cdef public object turns            # kvedge.rope.Turns or None
+    cdef public int64_t evicted_at      # position of the last eviction; 0: none
 
     def open(self, config, slabs=None):
         self._take(None)
         self.parts = self.turns = None
         self.frozen = self.key_map_is_open = False
+        self.evicted_at = 0
         self.key_rule = KeyRule()
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
@@ -377,6 +379,7 @@ cdef class LayerStore:
         kvedge_layer_set_len(handle.layer, 0)
         kvedge_layer_compact(handle.layer)
         handle.dropped = num_dropped
+        self.evicted_at = 0
         self.turns = None
         if self.parts is not None:
             self.parts.restart(num_dropped)
@@ -401,6 +404,12 @@ cdef class LayerStore:
             status = kvedge_layer_keep(handle.layer, positions, num_tokens)
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
+
+    def evicted(self, int64_t kept):
+        cdef _Handle handle = self._opened()
+        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
+        kvedge_layer_set_len(handle.layer, kept)
+        handle.dropped += length - kept
 
     # ---- tokens in -------------------------------------------------------------------------------
 

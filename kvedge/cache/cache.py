@@ -42,6 +42,7 @@ from kvedge.errors import (
 )
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents
+from kvedge.layer import evicting
 from kvedge.layer.layer import KvLayer, store_of
 from kvedge.layer.room import slide
 from kvedge.rope import Rope
@@ -242,7 +243,7 @@ class KVCache(ConfigFacts):
         store = state.stores[layer]
         start = store.end()
         try:
-            if state.has_windows and state.max_seq_len is not None:
+            if state.max_seq_len is not None and (state.has_windows or state.has_evicted):
                 appending.check_position(state, store, start, keys, layout)
             store.append(keys, values, layout)
         except OutOfMemoryError:
@@ -525,6 +526,33 @@ class KVCache(ConfigFacts):
             If some layer holds tokens that have not been advanced over.
         """
         editing.keep(self._state, checks.check_keep(indices, self._state.length))
+
+    @memory_for("the tokens to keep")
+    def evict(self, layer: int, keep: Sequence[int] | Array) -> None:
+        """Drop all tokens of one layer but those at `keep`, while positions stay as they are.
+
+        ``len(cache)`` still counts all tokens seen, and the next one has that position; the layer
+        holds fewer. It cannot go back behind this moment, but to no token at all, and snapshots
+        that are marks become stale. :class:`kvedge.Eviction` chooses tokens.
+
+        Parameters
+        ----------
+        layer : int
+        keep : sequence or array
+            As of :meth:`kvedge.QuantizedKvLayer.evict`.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        InvalidArgumentError, ShapeMismatchError, PositionOutOfRangeError
+            Also where the layer has a window.
+        LayersOutOfStepError
+            If some layer holds tokens that have not been advanced over.
+        """
+        state = self._state
+        layer = checks.check_layer(layer, state.num_layers)
+        state.refuse_pending("evict()")
+        editing.evict(state, layer, evicting.check_evict(state.stores[layer], keep))
 
     @memory_for("the shifted keys of a layer")
     def shift(

@@ -9,12 +9,12 @@ import numpy as np
 from kvedge.cache.state import CacheState
 from kvedge.core import checks
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import editing, shifts
+from kvedge.layer import editing, evicting, shifts
 from kvedge.layer.keys import rule_of
 from kvedge.layer.store import LayerStore
 from kvedge.rope import Rope
 
-__all__ = ["clear", "keep", "settled", "shift"]
+__all__ = ["clear", "evict", "keep", "settled", "shift"]
 
 
 def clear(state: CacheState) -> None:
@@ -30,6 +30,7 @@ def clear(state: CacheState) -> None:
 def keep(state: CacheState, positions: np.ndarray) -> None:
     """Keep only tokens at checked positions."""
     state.refuse_pending("keep()")
+    state.refuse_evicted("keep()")
     for store in state.stores:
         checks.check_whole(store.config, store.held(), "keep()")
     moved = np.flatnonzero(positions != np.arange(len(positions)))
@@ -43,11 +44,24 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
     state.length = len(positions)
 
 
+def evict(state: CacheState, index: int, indices: np.ndarray) -> None:
+    """Keep checked rows of one layer alone; positions stay."""
+    store = state.stores[index]
+    if indices.shape[-1] == len(store):
+        return
+    evicting.evict(store, indices)
+    state.has_evicted = True
+    state.overwrites.add(0)
+    state.high_water[index] = store.end()
+    state.room = state.capacity
+
+
 def shift(
     state: CacheState, delta: int, rope: Rope | Sequence[Rope | None], start: int, stop: int
 ) -> None:
     """Rotate stored keys of a checked range."""
     state.refuse_pending("shift()")
+    state.refuse_evicted("shift()")
     ropes = rope if isinstance(rope, (list, tuple)) else None
     if ropes is not None and len(ropes) != state.num_layers:
         raise InvalidArgumentError(

@@ -15,6 +15,7 @@ from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.types import KeyVectors
 from kvedge.errors import (
     CapacityExceededError,
+    InvalidArgumentError,
     LayersOutOfStepError,
     PositionOutOfRangeError,
     ShapeMismatchError,
@@ -60,6 +61,7 @@ class CacheState:
     __slots__ = (
         "__weakref__",
         "format",
+        "has_evicted",  # tokens among those held were evicted from some layer
         "has_windows",  # some layer keeps only what its window needs
         "high_water",  # list of int: tokens of each layer whose bytes are still there
         "key_rule",  # what layers take from their first tokens, those that can
@@ -89,6 +91,7 @@ class CacheState:
         for store in self.stores:
             store.frozen = True  # changed through the cache alone, which keeps the positions
         self.has_windows = any(config.window is not None for config in self.format.layers)
+        self.has_evicted = any(store.evicted_at for store in self.stores)
         self.max_seq_len = max_seq_len
         self.key_rule = key_rule
         self.length: int = self.stores[0].end()
@@ -225,6 +228,11 @@ class CacheState:
         """Raise unless every layer can go to a position."""
         for index, store in enumerate(self.stores):
             if not keeps(store, length):
+                if store.evicted_at:
+                    raise PositionOutOfRangeError(
+                        f"cannot go to position {length}: layer {index} has evicted tokens at "
+                        f"position {store.evicted_at}, which it cannot go back behind"
+                    )
                 raise PositionOutOfRangeError(
                     f"cannot go to position {length}: layer {index} keeps a window of "
                     f"{store.config.window} tokens, and has dropped those before "
@@ -243,6 +251,15 @@ class CacheState:
                 got=self.stores[ahead[0]].end(),
                 layer=ahead[0],
             )
+
+    def refuse_evicted(self, call: str) -> None:
+        """InvalidArgumentError if tokens were evicted, for a call that needs all positions."""
+        for index, store in enumerate(self.stores):
+            if store.evicted_at:
+                raise InvalidArgumentError(
+                    f"{call} needs all tokens: layer {index} has evicted "
+                    f"{store.held().num_dropped} of {store.end()}"
+                )
 
     def ahead(self, length: int) -> list[int]:
         """Layers with tokens beyond the length, which are pending."""
@@ -299,6 +316,9 @@ class CacheState:
             if store.parts is not None:
                 store.parts.fill(parts, dropped, dropped + tokens)
             store.turns = turns
+            if dropped and store.config.window is None:  # what is left is taken for all there is
+                store.evicted_at = dropped + tokens
+        self.has_evicted = any(store.evicted_at for store in self.stores)
         self.high_water = [store.end() for store in self.stores]
         self.length = length
         self.room = self.capacity

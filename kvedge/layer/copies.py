@@ -91,6 +91,7 @@ def copy_of(store: _Store) -> _Store:
     end = held.num_dropped + held.num_tokens
     parts = contents_of(held, config, held.num_dropped, end, copy=False)
     fill(other, held.tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns)
+    other.evicted_at = store.evicted_at
     return other
 
 
