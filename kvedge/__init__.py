@@ -49,6 +49,7 @@ from kvedge.errors import (
     UnsupportedModelError,
 )
 from kvedge.layer.types import Fp8KvLayer
+from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
 from kvedge.merge import merge_attention
 from kvedge.multi_head.cache import MultiHeadKvCache
@@ -101,6 +102,7 @@ __all__ = [
     "CapacityExceededError",
     "CorruptFileError",
     "DtypeMismatchError",
+    "Eviction",
     "Float16KvLayer",
     "Float32KvLayer",
     "Fp8E4m3KvLayer",

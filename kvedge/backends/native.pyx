@@ -985,7 +985,7 @@ def bind():
     """
     global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
     global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
-    global turned, turned_back
+    global turned, turned_back, _attend_and_note
     from inspect import signature
 
     from kvedge import batch as _batch
@@ -1003,6 +1003,7 @@ def bind():
     from kvedge.paged.store import BlockStoreMethods
     from kvedge.rope import query_turns, to_float32, turned
 
+    _attend_and_note = KVCache.attend
     for name in ("push", "extend", "attend", "scores"):
         getattr(_LayerFace, name).__doc__ = getattr(KvLayer, name).__doc__
     for function in (attend_batch, append_batch):
@@ -1044,6 +1045,8 @@ def _attend_of_cache(self, layer, query, *, out=None, **options):
     if state.num_query_heads is not None:
         self._check_query_heads(layer, query, options.get("layout", _NHD))
     cdef LayerStore target = stores[layer]
+    if state.eviction is not None:  # which notes the query
+        return _attend_and_note(self, layer, query, **options | ({} if out is None else {"out": out}))
     try:
         return target._attend(query, out, options)
     except OutOfMemoryError:

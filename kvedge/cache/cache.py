@@ -40,6 +40,7 @@ from kvedge.errors import (
     OutOfMemoryError,
     ShapeMismatchError,
 )
+from kvedge.eviction import Eviction
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents
 from kvedge.layer import evicting
@@ -346,8 +347,14 @@ class KVCache(ConfigFacts):
             layer = checks.check_layer(layer, state.num_layers)
         if state.num_query_heads is not None:
             self._check_query_heads(layer, query, options.get("layout", "nhd"))
+        store, eviction = state.stores[layer], state.eviction
+        if eviction is not None:
+            eviction.check_options(store, options)
         try:
-            return state.stores[layer].attend(query, options)
+            out = store.attend(query, options)
+            if eviction is not None:
+                eviction.saw(layer, store, query, options)
+            return out
         except OutOfMemoryError:
             raise
         except MemoryError as error:
@@ -799,6 +806,12 @@ class KVCache(ConfigFacts):
         return cache_over(cls, state)
 
     # ---- shape and sizes -------------------------------------------------------------------------
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """How the cache keeps its memory within a budget (:class:`kvedge.KvCachePolicy`), or None."""
+        held = self._state.eviction
+        return None if held is None else held.eviction
 
     @property
     def _config(self) -> LayerConfig:  # type: ignore[override]

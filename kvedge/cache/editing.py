@@ -14,12 +14,14 @@ from kvedge.layer.keys import rule_of
 from kvedge.layer.store import LayerStore
 from kvedge.rope import Rope
 
-__all__ = ["clear", "evict", "keep", "settled", "shift"]
+__all__ = ["clear", "evict", "evict_due", "keep", "settled", "shift"]
 
 
 def clear(state: CacheState) -> None:
     """Forget all tokens; what is automatic is taken anew from the next ones."""
     state.set_length(0)
+    if state.eviction is not None:
+        state.eviction.clear()
     for store in state.stores:
         store.key_rule = rule_of(store, state.key_rule)
         editing.clear(store)
@@ -49,11 +51,31 @@ def evict(state: CacheState, index: int, indices: np.ndarray) -> None:
     store = state.stores[index]
     if indices.shape[-1] == len(store):
         return
+    attended = state.eviction and state.eviction.of_layers[index]
+    if attended is not None:
+        attended.kept(store, indices)
     evicting.evict(store, indices)
     state.has_evicted = True
     state.overwrites.add(0)
     state.high_water[index] = store.end()
     state.room = state.capacity
+
+
+def evict_due(state: CacheState, more: int, *, at_end: bool = False) -> int:
+    """Keep a cache within its budget before so many tokens come; tokens that went, of all layers.
+
+    "snapkv" waits for the end of a prompt: for a step of one token, or until `at_end` says so.
+    """
+    eviction = state.eviction
+    if eviction is None:
+        return 0
+    goes_on = eviction.in_prompt and more > 1 and eviction.eviction.method == "snapkv"
+    if goes_on and not at_end:
+        return 0
+    before = sum(map(len, state.stores))
+    for index, rows in eviction.due(state.stores, more):
+        evict(state, index, rows)
+    return before - sum(map(len, state.stores))
 
 
 def shift(

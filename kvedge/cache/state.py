@@ -20,6 +20,7 @@ from kvedge.errors import (
     PositionOutOfRangeError,
     ShapeMismatchError,
 )
+from kvedge.eviction import CacheEviction
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.layer import keys
 from kvedge.layer.layer import KvLayer, new_layer, store_of
@@ -60,6 +61,7 @@ class CacheState:
 
     __slots__ = (
         "__weakref__",
+        "eviction",  # CacheEviction or None
         "format",
         "has_evicted",  # tokens among those held were evicted from some layer
         "has_windows",  # some layer keeps only what its window needs
@@ -100,6 +102,7 @@ class CacheState:
         self.overwrites = OverwriteLog()
         self.metadata: dict[str, str] = dict(metadata)
         self.num_query_heads: int | None = None
+        self.eviction: CacheEviction | None = None
 
     @classmethod
     def new(
@@ -172,6 +175,7 @@ class CacheState:
             self.layer_types, contents, self.max_seq_len, self.key_rule, self.metadata
         )
         made.num_query_heads = self.num_query_heads
+        made.eviction = None if self.eviction is None else self.eviction.copy()
         return made
 
     def put_layer(self, index: int, layer: KvLayer) -> None:
