@@ -48,8 +48,8 @@ from kvedge.errors import (
     UnsupportedIsaError,
     UnsupportedModelError,
 )
-from kvedge.layer.types import Fp8KvLayer
 from kvedge.eviction import Eviction
+from kvedge.layer.types import Fp8KvLayer
 from kvedge.layer_policy import LayerPolicy
 from kvedge.merge import merge_attention
 from kvedge.multi_head.cache import MultiHeadKvCache

@@ -16,6 +16,7 @@ layer's queries attended to is in an :class:`Attended` for each.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -55,8 +56,8 @@ class Eviction:
         First tokens that are always kept; of runs (kivi) whole ones.
     recent : int, optional
         Last tokens that are always kept. By default half of the budget for "heavy", `window` for
-        "snapkv"; "sinks+recent" has no other tokens. A layer's ``recent`` + 64 are kept in any case,
-        and 96 at least where it has runs.
+        "snapkv"; "sinks+recent" has no other tokens. A layer's ``recent`` + 64 are kept in any
+        case, and 96 at least where it has runs.
     per : {"head", "layer"}
         Whether each KV head keeps tokens of its own, as many as the others, or all the same.
     window : int
@@ -176,15 +177,22 @@ class Eviction:
         self._check_budget(tokens, evicting.tail_needed(config), evicting.unit_of(config))
 
     def _check_budget(self, tokens: int, tail: int, unit: int) -> None:
+        if self._fits(tokens, tail, unit):
+            return
+        sinks, recent = self._always(tokens, tail, unit)
+        least = next(n for n in itertools.count(tokens + 1) if self._fits(n, tail, unit))
+        raise InvalidArgumentError(
+            f"{self}: a budget of {tokens} tokens is too little for {sinks} first and {recent} "
+            f"last ones that are always kept{'' if unit == 1 else ', in runs of 32'}, and others: "
+            f"it has to be {least} at least"
+        )
+
+    def _fits(self, tokens: int, tail: int, unit: int) -> bool:
+        """Whether tokens to choose from are left once some went, of so many."""
         room = self.room_in(tokens, unit)
         sinks, recent = self._always(room, tail, unit)
         others = 0 if self.method == "sinks+recent" else unit
-        least = sinks + recent + (unit - 1) + others
-        if least > room:
-            raise InvalidArgumentError(
-                f"{self}: of a budget of {tokens} tokens {room} are kept at a time, too few for "
-                f"{sinks} first and {recent} last ones{' and others' if others else ''}: {least}"
-            )
+        return sinks + recent + (unit - 1) + others <= room
 
     def _always(self, tokens: int, tail: int, unit: int) -> tuple[int, int]:
         """First and last tokens that are kept in any case, of so many."""
@@ -199,7 +207,7 @@ class Eviction:
         return sinks, max(recent, tail)
 
     def is_due(self, held: int, more: int, tokens: int) -> bool:
-        """Whether a layer has to evict before so many tokens come, to hold no more than `tokens`."""
+        """Whether a layer has to evict before `more` come, to hold no more than `tokens`."""
         return held + min(more, 1) > tokens
 
     def room_in(self, tokens: int, unit: int) -> int:
@@ -299,7 +307,7 @@ class Attended:
         room = max(tokens - sinks - (held - tail), 0) // unit  # in units, as below
         between = (tail - sinks) // unit
         if one.method == "sinks+recent" or not room:
-            return np.r_[0:sinks, tail:held]
+            return np.concatenate([np.arange(sinks), np.arange(tail, held)])
         mass = self._mass(store)[:, sinks:tail]  # (num_kv_heads, tokens)
         if one.per == "layer":
             mass = mass.sum(0, keepdims=True)
@@ -309,11 +317,11 @@ class Attended:
         # Of equals the later ones.
         order = np.argsort(-mass[:, ::-1], axis=1, kind="stable")
         best = np.sort(between - 1 - order[:, : min(room, between)], axis=1)
-        rows = (sinks + best[..., None] * unit + np.arange(unit)).reshape(len(best), -1)
+        rows: np.ndarray = (sinks + best[..., None] * unit + np.arange(unit)).reshape(len(best), -1)
         ends = [np.broadcast_to(part, (len(rows), len(part))) for part in
                 (np.arange(sinks), np.arange(tail, held))]  # fmt: skip
         kept = np.concatenate([ends[0], rows, ends[1]], axis=1)
-        return kept if len(kept) > 1 else kept[0]
+        return kept if len(kept) > 1 else np.asarray(kept[0])
 
     def _mass(self, store: LayerStore) -> np.ndarray:
         """Softmax mass of each token held, (num_kv_heads, tokens)."""
@@ -332,18 +340,52 @@ class Attended:
             at = np.broadcast_to(np.atleast_2d(rows), (len(sums), rows.shape[-1]))
             self._sums = np.take_along_axis(sums, at, axis=1)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attended, (self.eviction, self._sums, self._queries)
+    # ---- as arrays, for files --------------------------------------------------------------------
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that is noted."""
+        made = {} if self._sums is None else {"sums": self._sums}
+        queries = self._queries
+        if queries:
+            nan = float("nan")
+            made["positions"] = np.array([one.position for one in queries], np.int64)
+            made["queries"] = np.stack([one.rows for one in queries])
+            made["scales"] = np.array(
+                [(one.scale, nan if one.softcap is None else one.softcap) for one in queries]
+            )
+            if queries[-1].sink_logits is not None:
+                made["sink_logits"] = queries[-1].sink_logits
+        return made
 
-def _attended(eviction: Eviction, sums: np.ndarray | None, queries: list[_Query]) -> Attended:
-    made = Attended(eviction)
-    made._sums, made._queries = sums, queries
-    return made
+    @classmethod
+    def of_arrays(cls, eviction: Eviction, arrays: Mapping[str, np.ndarray]) -> Attended:
+        """What :attr:`arrays` gave.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            They are none of these.
+        """
+        made = cls(eviction)
+        if "sums" in arrays:
+            made._sums = np.array(arrays["sums"], np.float32)
+            if made._sums.ndim != 2:
+                raise ValueError(f"sums of shape {made._sums.shape}")
+        if "positions" in arrays:
+            for position, rows, (scale, cap) in zip(
+                arrays["positions"].tolist(),
+                np.array(arrays["queries"], np.float32),
+                arrays["scales"].tolist(),
+                strict=True,
+            ):
+                softcap, sinks = None if cap != cap else cap, arrays.get("sink_logits")
+                made._queries.append(_Query(int(position), rows, scale, softcap, sinks))
+        return made
 
 
 def _fitted(mass: np.ndarray | None, store: LayerStore) -> np.ndarray:
-    """Sums (num_kv_heads, len) of tokens held, of earlier ones, which may have been fewer or more."""
+    """Sums (num_kv_heads, len) of the tokens held, by earlier ones of fewer or more tokens."""
     made = np.zeros((store.config.num_kv_heads, len(store)), np.float32)
     if mass is not None:
         n = min(mass.shape[1], made.shape[1])
@@ -351,9 +393,7 @@ def _fitted(mass: np.ndarray | None, store: LayerStore) -> np.ndarray:
     return made
 
 
-def _mass_of(
-    store: LayerStore, queries: Sequence[_Query], before: np.ndarray | None
-) -> np.ndarray:
+def _mass_of(store: LayerStore, queries: Sequence[_Query], before: np.ndarray | None) -> np.ndarray:
     """Softmax mass that queries give to the tokens held, besides sums from before.
 
     Each sees the tokens up to its own, which all lie without a gap since the last eviction.
@@ -413,7 +453,8 @@ class CacheEviction:
         if store.config.window is not None:
             return
         for name in ("mask", "alibi_slopes", "window", "start"):
-            if options.get(name, 0 if name == "start" else None) not in (None, 0):
+            given = options.get(name)
+            if given is not None and not (name == "start" and isinstance(given, int) and not given):
                 raise InvalidArgumentError(
                     f"{name} counts positions of tokens, which a cache with eviction does not know"
                 )

@@ -311,8 +311,8 @@ def _share(value: Any, name: str, least: float | None = None) -> float:
 def _cache(cache: Any) -> Any:
     if not isinstance(cache, KVCache):
         raise InvalidArgumentError(
-            f"cache must be a KVCache, not {checks.describe(cache)}: tokens in blocks or over ranks "
-            "are neither requantized nor evicted"
+            f"cache must be a KVCache, not {checks.describe(cache)}: tokens in blocks or over "
+            "ranks are neither requantized nor evicted"
         )
     return cache
 

@@ -809,7 +809,7 @@ class KVCache(ConfigFacts):
 
     @property
     def eviction(self) -> Eviction | None:
-        """How the cache keeps its memory within a budget (:class:`kvedge.KvCachePolicy`), or None."""
+        """How the cache keeps within a budget (:class:`kvedge.KvCachePolicy`), or None."""
         held = self._state.eviction
         return None if held is None else held.eviction
 

@@ -51,7 +51,7 @@ def evict(state: CacheState, index: int, indices: np.ndarray) -> None:
     store = state.stores[index]
     if indices.shape[-1] == len(store):
         return
-    attended = state.eviction and state.eviction.of_layers[index]
+    attended = None if state.eviction is None else state.eviction.of_layers[index]
     if attended is not None:
         attended.kept(store, indices)
     evicting.evict(store, indices)

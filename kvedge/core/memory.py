@@ -117,7 +117,7 @@ def rows_of(slabs: Sequence[np.ndarray], config: LayerConfig, start: int, stop: 
 
 
 def rows_at(slab: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Rows (n, num_kv_heads, ...) of a slab at (n,), or at (num_kv_heads, n) of each head its own."""
+    """Rows (n, num_kv_heads, ...) of a slab at (n,), or (num_kv_heads, n): of each head its own."""
     if indices.ndim == 1:
         return np.asarray(slab[indices])
     return np.asarray(slab[indices.T, np.arange(len(indices))])

@@ -1,8 +1,8 @@
 """Tokens taken out of a layer from among those it holds, positions staying as they are.
 
-The rows that stay close ranks byte for byte, perhaps other tokens for each KV head. What went counts
-as dropped: the next token's position is the number of tokens seen, and keys, which the model has
-rotated by their positions, stay right.
+The rows that stay close ranks byte for byte, perhaps other tokens for each KV head. What went
+counts as dropped: the next token's position is the number of tokens seen, and keys, which the model
+has rotated by their positions, stay right.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _check_tail(store: LayerStore, indices: np.ndarray) -> None:
         for row in np.atleast_2d(indices):
             of_runs = whole.copy()
             of_runs[row] = True
-            of_runs = of_runs.reshape(-1, RUN)
-            runs &= bool((of_runs.all(1) | ~of_runs[:, : n % RUN or RUN].any(1)).all())
+            by_run = of_runs.reshape(-1, RUN)
+            runs &= bool((by_run.all(1) | ~by_run.any(1)).all())
         if not runs:
             raise InvalidArgumentError(
                 f"a layer of runs ({config.dtypes}) keeps or evicts whole runs: {RUN} tokens, at "

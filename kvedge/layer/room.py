@@ -13,7 +13,16 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.memory import Held
 from kvedge.layer.store import LayerStore
 
-__all__ = ["FIRST_ROWS", "first_rows", "keeps", "reserve", "room_until", "set_end", "shrink", "slide"]
+__all__ = [
+    "FIRST_ROWS",
+    "first_rows",
+    "keeps",
+    "reserve",
+    "room_until",
+    "set_end",
+    "shrink",
+    "slide",
+]
 
 FIRST_ROWS = 256  # rows that a growing layer is made with; it doubles from there
 

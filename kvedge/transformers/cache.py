@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,11 @@ from kvedge.core.options import PrecisionBits
 from kvedge.core.recommended import AUTO
 from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
+from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
 from kvedge.transformers import session, states
 from kvedge.transformers.checkpoints import Checkpoints, take
+from kvedge.transformers.evicting import evict_due
 from kvedge.transformers.layers import KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions, of_policy, storage_of, stored_text
 from kvedge.transformers.structure import layers_for, shares_rows, text_config
@@ -44,6 +46,7 @@ class KvedgeCache(Cache):
         dtype: Any = AUTO,
         *,
         policy: LayerPolicy | str | os.PathLike[str] | None = None,
+        eviction: Eviction | str | Mapping[str, Any] | None = None,
         precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
         num_threads: int | None = None,
@@ -70,6 +73,10 @@ class KvedgeCache(Cache):
         policy : kvedge.LayerPolicy or path, optional
             How each layer is stored, as ``kvedge tune`` finds it, in place of `dtype` and
             **storage; or its file.
+        eviction : kvedge.Eviction or its text, optional
+            How layers without a window keep within a budget of tokens or bytes, by forgetting
+            tokens: ``"heavy:tokens=512"``. Each row of a batch has the budget in tokens, all
+            together that in bytes. By default none are forgotten.
         precision_bits : 8, 16, 24 or "auto", optional
         tolerance : float
             As of ``attend``.
@@ -114,7 +121,10 @@ class KvedgeCache(Cache):
             tolerance=tolerance,
             num_threads=num_threads,
             shares_rows=shares_rows(config),
+            eviction=Eviction.of(eviction),
         )
+        if self._options.eviction is not None:
+            _check_evicts(self._options, group)
         self._share = None
         if group is not None:
             from kvedge.distributed.share import join
@@ -148,12 +158,14 @@ class KvedgeCache(Cache):
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
         """Keys that a mask for so many further tokens has, and the position of the first of them.
 
-        A model asks for it before each step, when all layers are at the same length: so here a
-        checkpoint is taken if it is due.
+        A model asks for it before each step, when all layers are at the same length: so here
+        tokens are evicted and a checkpoint is taken if they are due.
         """
-        if self._needs_checkpoints:
+        if self._needs_checkpoints or self._options.eviction is not None:
             is_tensor = isinstance(query_length, torch.Tensor)  # transformers 4: the positions
             tokens = query_length.shape[0] if is_tensor else query_length
+            self._evict(tokens)
+        if self._needs_checkpoints:
             length = self.get_seq_length()
             if self._checkpoints.is_due(length, tokens) and not any(
                 getattr(layer, "record_past", False) for layer in self.layers
@@ -161,6 +173,31 @@ class KvedgeCache(Cache):
                 self._checkpoints.add(take(self.layers, length))
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
+
+    def evict(self) -> bool:
+        """Keep within the budget of `eviction` now, as at the end of a prompt.
+
+        It happens by itself before each step; "snapkv" then waits for a prompt's end, a step of
+        one token. What comes first in memory is gone for good: no checkpoint before it is left, and
+        `crop` and `keep_prefix` cannot go back behind it.
+
+        Returns
+        -------
+        bool
+            Whether any token went.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The budget is too little for the first and last tokens that are always kept.
+        """
+        return self._evict(0, at_end=True)
+
+    def _evict(self, more: int, *, at_end: bool = False) -> bool:
+        if self._options.eviction is None or not evict_due(self.layers, more, at_end=at_end):
+            return False
+        self._checkpoints.drop_all()
+        return True
 
     def checkpoint(self) -> int:
         """Take a checkpoint, to which :meth:`keep_prefix` and :meth:`crop` can go back.
@@ -263,6 +300,11 @@ class KvedgeCache(Cache):
             RuntimeWarning,
             stacklevel=4,
         )
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """How the cache keeps within a budget; None: it keeps all tokens."""
+        return self._options.eviction
 
     @property
     def memory_bytes(self) -> int:
@@ -381,3 +423,16 @@ class KvedgeCache(Cache):
         cache = cls(config, num_threads=num_threads, **saved.options)
         session.fill(cache, saved, path)
         return cache
+
+
+def _check_evicts(options: StoreOptions, group: Any) -> None:
+    """InvalidArgumentError where tokens cannot be evicted."""
+    if group is not None:
+        raise InvalidArgumentError(
+            "a KvedgeCache over several ranks evicts no tokens: ranks hold them by their positions"
+        )
+    if options.shares_rows:
+        raise InvalidArgumentError(
+            "eviction is not for a model whose layers read the rows of an earlier one: their "
+            "queries come after the tokens went"
+        )

@@ -14,10 +14,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions
 
-__all__ = ["KvedgeHybridLayer", "KvedgeHybridSlidingLayer"]
+__all__ = ["KvedgeHybridEvictingLayer", "KvedgeHybridLayer", "KvedgeHybridSlidingLayer"]
 
 
 class _WithState(KvedgeLayer):
@@ -52,6 +53,20 @@ class KvedgeHybridLayer(_WithState, LinearAttentionAndFullAttentionLayer):
     def __init__(self, options: StoreOptions, index: int, number_of_states: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
         KvedgeLayer.__init__(self, options, index)
+
+
+class KvedgeHybridEvictingLayer(
+    _WithState, KvedgeEvictingLayer, LinearAttentionAndFullAttentionLayer
+):
+    """Full attention that evicts tokens beside a state."""
+
+    def __init__(self, options: StoreOptions, index: int, number_of_states: int) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
+        KvedgeEvictingLayer.__init__(self, options, index)
+
+    def activate_past_recording(self) -> None:
+        """Keep states until :meth:`crop` is called; steps are drafts."""
+        LinearAttentionLayer.activate_past_recording(self)
 
 
 class KvedgeHybridSlidingLayer(
