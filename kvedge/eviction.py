@@ -5,7 +5,7 @@ Three ways to choose, each named for what is kept besides the last tokens:
 - ``"sinks+recent"``: the first tokens (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453).
 - ``"heavy"``: those that queries so far attended to most, summed up (H2O, Zhang et al. 2023,
   arXiv:2306.14048). Attention's kernels know a tile's softmax before they know its denominator; so
-  the sums are made anew, of every 16th query alone.
+  the sums are made anew, of every 32nd query alone.
 - ``"snapkv"``: those that the last queries, of a prompt's end mostly, attend to, beside neighbours
   (SnapKV, Li et al. 2024, arXiv:2404.14469).
 
@@ -34,6 +34,7 @@ __all__ = ["Attended", "CacheEviction", "Eviction"]
 
 Method: TypeAlias = Literal["sinks+recent", "heavy", "snapkv"]
 _METHODS = ("sinks+recent", "heavy", "snapkv")
+_OF_POSITIONS = {"mask", "alibi_slopes", "window", "start", "causal"}  # options of attention
 _FLUSH = 64  # queries that wait until they are summed up, at most
 _DRAFT = 64  # last positions whose queries wait, since they may be taken back
 
@@ -87,7 +88,7 @@ class Eviction:
     per: Literal["head", "layer"] = "head"
     window: int = 32
     pool: int = 7
-    every: int = 16
+    every: int = 32
 
     def __post_init__(self) -> None:
         """Check what was given."""
@@ -255,6 +256,13 @@ class Attended:
         """Know of no query."""
         self._sums, self._queries = None, []
 
+    def positions(self, first: int, end: int) -> range:
+        """Of the queries at these positions those that are to be noted."""
+        one = self.eviction
+        if one.method == "heavy":
+            return range(first + (-1 - first) % one.every, end, one.every)
+        return range(max(first, end - one.window) if one.method == "snapkv" else end, end)
+
     def saw(
         self,
         store: LayerStore,
@@ -265,17 +273,11 @@ class Attended:
         sink_logits: Any = None,
     ) -> None:
         """Note queries (n, num_heads, head_dim) of the last n tokens, which have attended."""
-        one = self.eviction
-        if one.method == "sinks+recent":
-            return
-        n, end = len(query), store.end()
-        first = end - n
+        one, end = self.eviction, store.end()
+        first = end - len(query)
+        chosen = self.positions(first, end)
         if self._queries and self._queries[-1].position >= first:  # it was gone back
             self._queries = [each for each in self._queries if each.position < first]
-        if one.method == "heavy":
-            chosen = range(first + (-1 - first) % one.every, end, one.every)
-        else:
-            chosen = range(max(first, end - one.window), end)
         if not chosen:
             return
         if scale is None:
@@ -405,13 +407,14 @@ def _mass_of(store: LayerStore, queries: Sequence[_Query], before: np.ndarray | 
         if query.softcap is not None:
             logits = np.float32(query.softcap) * np.tanh(logits / np.float32(query.softcap))
         top = logits.max(axis=1, keepdims=True)
-        p = np.exp(logits - top)
+        p = np.subtract(logits, top, out=logits)
+        np.exp(p, out=p)
         total = p.sum(axis=1, keepdims=True)
         if query.sink_logits is not None:
             with np.errstate(over="ignore"):  # all of the mass is the sink's
                 total += np.exp(query.sink_logits[:, None] - top)
-        p /= total
-        made[:, : p.shape[1]] += p.reshape(len(made), -1, p.shape[1]).sum(1)
+        share = (1 / total).reshape(len(made), 1, -1)  # of each query head of a KV head
+        made[:, : p.shape[1]] += np.matmul(share, p.reshape(len(made), -1, p.shape[1]))[:, 0]
     return made
 
 
@@ -439,18 +442,23 @@ class CacheEviction:
     def saw(self, index: int, store: LayerStore, query: Any, options: Mapping[str, Any]) -> None:
         """Note queries that have attended to a layer."""
         attended = self.of_layers[index]
-        if attended is not None:
-            query, _ = checks.as_query(
-                query, store.config, finite=False, layout=options.get("layout", "nhd")
-            )
-            self.in_prompt = len(query) > 1
-            known = {name: options.get(name) for name in ("scale", "softcap", "sink_logits")}
-            attended.saw(store, query, **known)
+        if attended is None:
+            return
+        is_one = isinstance(query, np.ndarray) and query.ndim == 2
+        if is_one and not attended.positions(store.end() - 1, store.end()):
+            self.in_prompt = False
+            return
+        query, _ = checks.as_query(
+            query, store.config, finite=False, layout=options.get("layout", "nhd")
+        )
+        self.in_prompt = len(query) > 1
+        known = {name: options.get(name) for name in ("scale", "softcap", "sink_logits")}
+        attended.saw(store, query, **known)
 
     @staticmethod
     def check_options(store: LayerStore, options: Mapping[str, Any]) -> None:
         """InvalidArgumentError for options of attention that tell of positions."""
-        if store.config.window is not None:
+        if store.config.window is not None or not options.keys() & _OF_POSITIONS:
             return
         for name in ("mask", "alibi_slopes", "window", "start"):
             given = options.get(name)
