@@ -14,7 +14,8 @@ require()
 
 from kvedge.transformers.attention import register  # noqa: E402
 from kvedge.transformers.cache import KvedgeCache  # noqa: E402
+from kvedge.transformers.drafts import enable_drafts  # noqa: E402
 
 register()
 
-__all__ = ["KvedgeCache", "cache_argument"]
+__all__ = ["KvedgeCache", "cache_argument", "enable_drafts"]

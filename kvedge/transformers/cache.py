@@ -21,6 +21,7 @@ from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
 from kvedge.transformers import session, states
 from kvedge.transformers.checkpoints import Checkpoints, take
+from kvedge.transformers.drafts import Drafts
 from kvedge.transformers.evicting import evict_due
 from kvedge.transformers.layers import KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions, of_policy, storage_of, stored_text
@@ -149,6 +150,8 @@ class KvedgeCache(Cache):
                     f"{name} must be an integer from {least} on, not {value!r}"
                 )
         self._checkpoints = Checkpoints(checkpoints, checkpoint_bytes, checkpoint_every)
+        self._drafts = Drafts()
+        self._is_cropped = True  # since the last step: what layers have recorded is no draft
         self._needs_checkpoints = self._share is None and any(
             states.has_state(layer) or isinstance(layer, KvedgeSlidingLayer) for layer in layers
         )
@@ -164,15 +167,20 @@ class KvedgeCache(Cache):
         if self._needs_checkpoints or self._options.eviction is not None:
             is_tensor = isinstance(query_length, torch.Tensor)  # transformers 4: the positions
             tokens = query_length.shape[0] if is_tensor else query_length
-            self._evict(tokens)
-        if self._needs_checkpoints:
-            length = self.get_seq_length()
-            if self._checkpoints.is_due(length, tokens) and not any(
-                getattr(layer, "record_past", False) for layer in self.layers
-            ):
-                self._checkpoints.add(take(self.layers, length))
+            self._begin_step(self.get_seq_length(), tokens)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
+
+    def _begin_step(self, length: int, tokens: int) -> None:
+        """Evict what is due and take a checkpoint, unless the last step may be taken back."""
+        may_go = not self._is_cropped and any(
+            getattr(layer, "record_past", False) for layer in self.layers
+        )
+        self._is_cropped = False
+        if not may_go:
+            self._evict(tokens)
+        if self._needs_checkpoints and self._checkpoints.is_due(length, tokens) and not may_go:
+            self._checkpoints.add(take(self.layers, length))
 
     def evict(self) -> bool:
         """Keep within the budget of `eviction` now, as at the end of a prompt.
@@ -234,6 +242,7 @@ class KvedgeCache(Cache):
     def reset(self) -> None:
         """Drop all tokens and checkpoints; the next tokens may be of another batch."""
         self._checkpoints.clear()
+        self._drafts.clear()
         super().reset()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
@@ -249,25 +258,39 @@ class KvedgeCache(Cache):
         length = self.get_seq_length()
         (number,) = (*args, *kwargs.values())
         kept = self._options.tokens_after_crop(number, length)
+        self._is_cropped = True
         if kept < length and session.why_not_back(self, kept, length) is not None:
             session.go_back_to_checkpoint(self, kept, length, exactly=True)
+            self._drafts.clear()
             return
         super().crop(*args, **kwargs)
+        self._drafts.go_back(self.layers, length - kept)
         self._checkpoints.drop_after(kept)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether :meth:`crop` can take back the last tokens of a draft in all layers."""
+        return all(
+            layer.is_croppable or (states.has_state(layer) and self._drafts.knows(index))
+            for index, layer in enumerate(self.layers)
+        )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Rearrange the sequences; checkpoints go."""
         self._checkpoints.clear()
+        self._drafts.clear()
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let each sequence be there `repeats` times; checkpoints go."""
         self._checkpoints.clear()
+        self._drafts.clear()
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some sequences; checkpoints go."""
         self._checkpoints.clear()
+        self._drafts.clear()
         super().batch_select_indices(indices)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

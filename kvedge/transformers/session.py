@@ -177,6 +177,9 @@ def keep_prefix(cache: Any, token_ids: Any) -> int:
 
 def why_not_back(cache: Any, kept: int, length: int) -> str | None:
     """Why a cache cannot go back to its first tokens without a checkpoint; None: it can."""
+    why = cache._drafts.why_not_back(cache.layers, length - kept)
+    if why is not None:
+        return f"{why}, from {length} to {kept}"
     for index, layer in enumerate(cache.layers):
         if has_state(layer) and not layer.record_past:
             return (
