@@ -435,9 +435,7 @@ class CacheEviction:
         for config in configs:
             eviction.check(config, tokens)
         self.of_layers = {
-            number: Attended(eviction)
-            for number, store in numbered
-            if store.config.window is None
+            number: Attended(eviction) for number, store in numbered if store.config.window is None
         }
         self.in_prompt = False  # the last step had several tokens
 

@@ -28,7 +28,6 @@ def attend_batch(layers: Sequence[KvLayer], query: Array, **options: Any) -> Any
 def append_batch(
     layers: Sequence[KvLayer], keys: Array, values: Array, *, layout: Layout = "nhd"
 ) -> None: ...
-
 def delta_extend(
     state: Any,
     query: Any,
