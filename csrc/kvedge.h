@@ -363,8 +363,20 @@ typedef struct {
   kvedge_session_part first, last, runs;
 } kvedge_session_layer;
 
+/* An array of a layer that holds a state: what linear attention, Mamba or a convolution keeps of the past, of one size
+ * whatever the context. Such a layer is no kvedge_layer. Its arrays are all of the session's last token. */
+enum { KVEDGE_MAX_STATE_ARRAYS = 8, KVEDGE_MAX_STATE_AXES = 8, KVEDGE_MAX_STATE_NAME = 32 };
 typedef struct {
-  int num_layers;      /* 1..4096 */
+  int layer; /* its number among all layers of the model, those of keys and values counted too: these are the others */
+  char name[KVEDGE_MAX_STATE_NAME + 1]; /* a C identifier; a layer has 1 to 8 of different names */
+  kvedge_element_type type;
+  int num_axes;                         /* 1..8 */
+  int64_t shape[KVEDGE_MAX_STATE_AXES]; /* 1 and more each */
+  const void *data;                     /* one row after the other; a reader's lies in the file, at any address */
+} kvedge_session_state;
+
+typedef struct {
+  int num_layers;      /* of keys and values: 1..4096, with all that hold states; 0: there are states alone */
   int64_t length;      /* tokens of the session, which each layer holds but for those it has dropped */
   int64_t max_seq_len; /* tokens that a KVCache made of it has room for, length..2^40; 0: it grows */
   /* Not 0: a KVCache made of it takes key offsets (key scales, of formats of up to 8 bits) from
@@ -373,6 +385,8 @@ typedef struct {
   const kvedge_session_layer *layers;  /* [num_layers]; writing, NULL: none has a window or parts */
   const kvedge_session_text *metadata; /* [num_metadata] of the user's own, ascending by the bytes of their keys */
   int num_metadata;
+  const kvedge_session_state *states; /* [num_states], ascending by layer, then by the bytes of their names */
+  int num_states;
 } kvedge_session;
 
 /* Takes the next bytes of a file; not 0 ends the writing with KVEDGE_ERROR_FILE. */
@@ -385,7 +399,7 @@ size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *
 /* Writes the first length - dropped tokens of each layer. Others may append to the layers
  * meanwhile, and drop nothing; parts stay as they are. KVEDGE_ERROR_ARGUMENT: a number out of
  * its range, a layer with fewer tokens, parts that are none of such a layer, metadata that is no
- * UTF-8 or not in order. The tokens are read twice, at first for their digest. */
+ * UTF-8 or not in order, states that are not in order or lie where there is no layer. The tokens are read twice, at first for their digest. */
 kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers,
                                    const kvedge_session_parts *parts, kvedge_session_sink sink, void *context);
 
@@ -408,7 +422,7 @@ const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader);
  * parts: all of them or none. They are different ones, empty and of the configs that the reader
  * tells; what capacity they have besides is theirs. Parts are there where the reader tells of
  * some; their runs_position is set. Key offset and key scale become the file's. Nobody reads the
- * layers meanwhile. */
+ * layers meanwhile. States are checked too: from then on the caller may copy what the reader tells of them. */
 kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers,
                                   kvedge_session_parts *parts, const char **why);
 

@@ -241,6 +241,14 @@ cdef extern from "kvedge.h" nogil:
         kvedge_session_part last
         kvedge_session_part runs
 
+    ctypedef struct kvedge_session_state:
+        int layer
+        char name[33]
+        kvedge_element_type type
+        int num_axes
+        int64_t shape[8]
+        const void *data
+
     ctypedef struct kvedge_session:
         int num_layers
         int64_t length
@@ -250,6 +258,8 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_session_layer *layers
         const kvedge_session_text *metadata
         int num_metadata
+        const kvedge_session_state *states
+        int num_states
 
     ctypedef struct kvedge_session_reader:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +35,7 @@ __all__ = [
     "check_finite",
     "check_name",
     "config_of",
+    "empty_state",
     "is_owned",
     "own",
     "put",
@@ -98,7 +99,7 @@ class StateLayer:
     Parameters
     ----------
     arrays : mapping of str to array
-        1 to 8 of them, of any shape with up to 8 axes, C-contiguous, writable, finite. They are
+        1 to 8 of them, of any shape with 1 to 8 axes, C-contiguous, writable, finite. They are
         taken without a copy: whoever writes to them changes the state. Names are identifiers of up
         to 32 characters. float32, float16 or bfloat16 (of ml_dtypes or torch, or its bits in uint16
         with `dtype`).
@@ -145,8 +146,8 @@ class StateLayer:
         dtypes = _dtypes(arrays, dtype)
         taken: dict[str, np.ndarray] = {}
         found = []
-        for name, array in arrays.items():
-            memory, kind = _memory_of(array, name, dtypes[name])
+        for name in sorted(arrays):
+            memory, kind = _memory_of(arrays[name], name, dtypes[name])
             _check_own(memory, name)
             for other, known in taken.items():
                 if np.may_share_memory(memory, known):
@@ -168,7 +169,7 @@ class StateLayer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the arrays."""
+        """Names of the arrays, in order of the alphabet."""
         return self._config.names
 
     @property
@@ -282,7 +283,7 @@ class StateLayer:
                 expected=self._config,
                 got=snapshot.config,
             )
-        put(self, snapshot)
+        put(self, snapshot.arrays, snapshot.position)
 
     def _check_free(self, instead: str) -> None:
         if self._owned:
@@ -365,11 +366,20 @@ def own(layer: StateLayer) -> None:
     layer._owned = True
 
 
-def put(layer: StateLayer, snapshot: StateSnapshot) -> None:
-    """Let a layer be as at a snapshot of its config. The arrays stay where they are."""
-    for array, kept in zip(layer._arrays.values(), snapshot.arrays, strict=True):
-        np.copyto(array, kept)
-    layer._position = snapshot.position
+def put(layer: StateLayer, arrays: Iterable[np.ndarray], position: int) -> None:
+    """Let a layer hold what arrays of its config do. Its own stay where they are."""
+    for own_array, array in zip(layer._arrays.values(), arrays, strict=True):
+        np.copyto(own_array, array)
+    layer._position = position
+
+
+def empty_state(config: StateConfig) -> StateLayer:
+    """A layer of zeros."""
+    arrays = {
+        name: np.zeros(shape, STATE_TYPES[dtype])
+        for name, dtype, shape in zip(config.names, config.dtypes, config.shapes, strict=True)
+    }
+    return StateLayer(arrays, dtype=dict(zip(config.names, config.dtypes, strict=True)))
 
 
 def reset(layer: StateLayer) -> None:
@@ -454,9 +464,9 @@ def _memory_of(array: Any, name: str, dtype: str | None) -> tuple[np.ndarray, st
 
 def _check_own(memory: np.ndarray, name: str) -> None:
     """Raise unless a state can have an array as its own."""
-    if not memory.size or memory.ndim > MAX_AXES:
+    if not memory.size or not 1 <= memory.ndim <= MAX_AXES:
         raise ShapeMismatchError(
-            f"{name} must have elements and at most {MAX_AXES} axes, not shape {memory.shape}"
+            f"{name} must have elements and 1 to {MAX_AXES} axes, not shape {memory.shape}"
         )
     if not memory.flags.c_contiguous or not memory.flags.aligned:
         raise LayoutError(

@@ -37,6 +37,8 @@ from kvedge.layer.layer import store_of
 from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
 from kvedge.transformers.checkpoints import go_back
+from kvedge.transformers.evicting import KvedgeEvictingLayer
+from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.states import StateMark, has_state, mark_of, put
 from kvedge.transformers.structure import text_config
@@ -176,12 +178,17 @@ def keep_prefix(cache: Any, token_ids: Any) -> int:
 
 def why_not_back(cache: Any, kept: int, length: int) -> str | None:
     """Why a cache cannot go back to its first tokens without a checkpoint; None: it can."""
+    why = cache._drafts.why_not_back(cache.layers, length - kept)
+    if why is not None:
+        return f"{why}, from {length} to {kept}"
     for index, layer in enumerate(cache.layers):
         if has_state(layer) and not layer.record_past:
             return (
                 f"layer {index} has a linear-attention state, which cannot go back from {length} "
                 f"tokens to {kept}"
             )
+        if isinstance(layer, KvedgeEvictingLayer) and (why := layer.why_not_back(kept)):
+            return why
         if isinstance(layer, KvedgeSlidingLayer) and layer.rows:
             held = layer.num_held - (length - kept)
             if held < min(kept, layer.sliding_window - 1):
@@ -286,6 +293,8 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
             "dtype": str(layer.dtype).removeprefix("torch."),
             "rows": [places[id(row)] for row in layer.rows],
         }
+        if isinstance(layer, KvedgeEvictingLayer):
+            layers[number]["evicted"] = [row.num_dropped for row in layer.rows]
         if any(layer.padding):
             layers[number]["padding"] = layer.padding
     padded = any(layer and "padding" in layer for layer in layers)
@@ -322,15 +331,21 @@ def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors: dict[str, torch.Tensor] = {}
     has_previous: dict[str, list[bool]] = {}
     for index, layer in enumerate(cache.layers):
+        if isinstance(layer, KvedgeEvictingLayer):
+            noted = layer.tensors.items()
+            tensors |= {f"layers.{index}.attended.{name}": tensor for name, tensor in noted}
         if not has_state(layer):
             continue
         mark = mark_of(layer)
         has_previous[str(index)] = [mark.has_previous[i] for i in sorted(mark.has_previous)]
         for kind, states in (("conv", mark.conv), ("recurrent", mark.recurrent)):
             for i, state in states.items():
+                if isinstance(state, Int8State):
+                    tensors[f"layers.{index}.scales.{i}"] = state.scales.contiguous()
+                    state = state.codes
                 if state is not None:
                     tensors[f"layers.{index}.{kind}.{i}"] = state.contiguous()
-    return tensors, {"has_previous": has_previous} if has_previous else {}
+    return tensors, {"has_previous": has_previous} if has_previous or tensors else {}
 
 
 def _groups(cache: Any) -> Iterator[list[Any]]:
@@ -347,7 +362,11 @@ def _groups(cache: Any) -> Iterator[list[Any]]:
 
 def _saved_options(options: Any) -> dict[str, Any]:
     """Options of a cache for JSON; arrays are with the rows."""
+    of_states = {} if options.state_dtype is None else {"state_dtype": options.state_dtype}
+    eviction = {} if options.eviction is None else {"eviction": str(options.eviction)}
     saved = {
+        **of_states,
+        **eviction,
         **options.storage,
         "precision_bits": options.precision_bits,
         "tolerance": options.tolerance,
@@ -481,13 +500,14 @@ def _read_rows(folder: str, name: str, conversation: str) -> Any:
     return rows
 
 
-def _padding(saved: Any, rows: list[Any]) -> list[int]:
+def _padding(of_layer: dict[str, Any], rows: list[Any]) -> list[int]:
     """The padding before each row, as it was saved."""
+    saved, evicted = of_layer.get("padding"), of_layer.get("evicted", [0] * len(rows))
     if saved is None:
         return [0] * len(rows)
     if len(saved) != len(rows) or any(type(gap) is not int or gap < 0 for gap in saved):
         raise ValueError(f"{saved} is no padding of {len(rows)} rows")
-    if len({len(row) + gap for row, gap in zip(rows, saved, strict=True)}) > 1:
+    if len({len(row) + sum(more) for row, *more in zip(rows, saved, evicted, strict=True)}) > 1:
         raise ValueError("rows of a layer differ in length")
     padding: list[int] = saved
     return padding
@@ -499,13 +519,21 @@ def fill(cache: Any, saved: Saved, path: Any) -> None:
     try:
         if len(rows) != len(cache.layers):
             raise ValueError(f"{len(rows)} layers, and the model has {len(cache.layers)}")
-        for layer, of_rows, own in zip(cache.layers, fields["layers"], rows, strict=True):
+        for index, (layer, of_rows, own) in enumerate(
+            zip(cache.layers, fields["layers"], rows, strict=True)
+        ):
             if of_rows is None:
                 continue
             if not isinstance(layer, KvedgeLayer):
                 raise ValueError("rows of a layer that holds none")
             layer.rows = own
-            layer.padding = _padding(of_rows.get("padding"), own)
+            if isinstance(layer, KvedgeEvictingLayer):
+                begin = f"layers.{index}.attended."
+                names = [name for name in saved.states if name.startswith(begin)]
+                noted = {name.removeprefix(begin): saved.states[name] for name in names}
+                layer.loaded(of_rows["evicted"], noted)
+                own = layer.rows
+            layer.padding = _padding(of_rows, own)
             layer.dtype = getattr(torch, of_rows["dtype"])
             layer.is_initialized = True
             layer.version += 1
@@ -528,8 +556,31 @@ def _fill_states(
             continue
         if len(saved) != layer.number_of_states:
             raise ValueError(f"layer {index} has {layer.number_of_states} states, not {len(saved)}")
+        conv: dict[int, Any]
+        recurrent: dict[int, Any]
         conv, recurrent = (
             {i: tensors.get(f"layers.{index}.{kind}.{i}") for i in range(len(saved))}
             for kind in ("conv", "recurrent")
         )
+        for i, codes in recurrent.items():
+            scales = tensors.get(f"layers.{index}.scales.{i}")
+            if scales is not None and codes is not None:
+                recurrent[i] = Int8State(codes, scales)
+        _check_kept(index, layer, recurrent)
         put(layer, StateMark(conv, recurrent, dict(enumerate(map(bool, saved)))))
+
+
+def _check_kept(index: int, layer: Any, states: dict[int, Any]) -> None:
+    """ValueError unless states are of the type that a layer keeps them in."""
+    wanted = getattr(layer, "state_dtype", None)
+    for state in states.values():
+        if state is None:
+            continue
+        found = "int8" if isinstance(state, Int8State) else str(state.dtype)[len("torch.") :]
+        whole = found != "int8" or (
+            state.codes.dtype == torch.int8
+            and state.scales.dtype == torch.float32
+            and state.scales.shape == (*state.codes.shape[:-1], 1)
+        )
+        if not whole or (wanted is None and found == "int8") or found != (wanted or found):
+            raise ValueError(f"layer {index} has states in {wanted or 'floats'}, not {found}")

@@ -30,7 +30,7 @@ def test_arrays_are_taken_without_a_copy_and_told():
     layer = kvedge.StateLayer({"state": array, "half": np.zeros(2, np.float16)})
     array[1, 2] = 7
     assert layer.arrays["state"] is array
-    assert (layer.names, layer.dtypes) == (("state", "half"), ("float32", "float16"))
+    assert (layer.names, layer.dtypes) == (("half", "state"), ("float16", "float32"))
     assert layer.nbytes == layer.memory_bytes == layer.resident_bytes == 64
     assert layer.fp32_memory_bytes == 68
     assert not hasattr(layer, "__len__")
