@@ -363,8 +363,20 @@ typedef struct {
   kvedge_session_part first, last, runs;
 } kvedge_session_layer;
 
+/* An array of a layer that holds a state: what linear attention, Mamba or a convolution keeps of the past, of one size
+ * whatever the context. Such a layer is no kvedge_layer. Its arrays are all of the session's last token. */
+enum { KVEDGE_MAX_STATE_ARRAYS = 8, KVEDGE_MAX_STATE_AXES = 8, KVEDGE_MAX_STATE_NAME = 32 };
 typedef struct {
-  int num_layers;      /* 1..4096 */
+  int layer; /* its number among all layers of the model, those of keys and values counted too: these are the others */
+  char name[KVEDGE_MAX_STATE_NAME + 1]; /* a C identifier; a layer has 1 to 8 of different names */
+  kvedge_element_type type;
+  int num_axes;                         /* 1..8 */
+  int64_t shape[KVEDGE_MAX_STATE_AXES]; /* 1 and more each */
+  const void *data;                     /* one row after the other; a reader's lies in the file, at any address */
+} kvedge_session_state;
+
+typedef struct {
+  int num_layers;      /* of keys and values: 1..4096, with all that hold states; 0: there are states alone */
   int64_t length;      /* tokens of the session, which each layer holds but for those it has dropped */
   int64_t max_seq_len; /* tokens that a KVCache made of it has room for, length..2^40; 0: it grows */
   /* Not 0: a KVCache made of it takes key offsets (key scales, of formats of up to 8 bits) from
@@ -373,6 +385,8 @@ typedef struct {
   const kvedge_session_layer *layers;  /* [num_layers]; writing, NULL: none has a window or parts */
   const kvedge_session_text *metadata; /* [num_metadata] of the user's own, ascending by the bytes of their keys */
   int num_metadata;
+  const kvedge_session_state *states; /* [num_states], ascending by layer, then by the bytes of their names */
+  int num_states;
 } kvedge_session;
 
 /* Takes the next bytes of a file; not 0 ends the writing with KVEDGE_ERROR_FILE. */
@@ -385,7 +399,7 @@ size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *
 /* Writes the first length - dropped tokens of each layer. Others may append to the layers
  * meanwhile, and drop nothing; parts stay as they are. KVEDGE_ERROR_ARGUMENT: a number out of
  * its range, a layer with fewer tokens, parts that are none of such a layer, metadata that is no
- * UTF-8 or not in order. The tokens are read twice, at first for their digest. */
+ * UTF-8 or not in order, states that are not in order or lie where there is no layer. The tokens are read twice, at first for their digest. */
 kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers,
                                    const kvedge_session_parts *parts, kvedge_session_sink sink, void *context);
 
@@ -408,7 +422,7 @@ const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader);
  * parts: all of them or none. They are different ones, empty and of the configs that the reader
  * tells; what capacity they have besides is theirs. Parts are there where the reader tells of
  * some; their runs_position is set. Key offset and key scale become the file's. Nobody reads the
- * layers meanwhile. */
+ * layers meanwhile. States are checked too: from then on the caller may copy what the reader tells of them. */
 kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers,
                                   kvedge_session_parts *parts, const char **why);
 
@@ -651,6 +665,83 @@ kvedge_status kvedge_blocks_write(kvedge_layer *pool, int64_t block_size, const 
 kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
                                   int num_sequences, int num_heads, const kvedge_attention_options *options,
                                   int num_threads);
+
+/* ---- States ------------------------------------------------------------------------------- */
+
+/* What layers without keys and values keep of the past, and their step: read once, written once. docs/states.md has the
+ * formulas and their sources. A state lies in the caller's memory, dense, as float32 or bfloat16, and is changed in place; in
+ * bfloat16 it is rounded once a call. Arrays are of rows (token, head), of any element type; `out` shares memory with no other
+ * argument, and no two calls have memory in common that one of them writes. A call is a sequence: its tokens, one or many, in
+ * order. Calls are worked on together, by heads; results do not depend on threads. Numbers are read before anything is written:
+ * KVEDGE_ERROR_NONFINITE: not finite; KVEDGE_ERROR_ARGUMENT: shapes, or a decay above 1. Dims are 1 to 256, tokens 1 or more. */
+
+/* The gated delta rule (Yang, Kautz, Hatamizadeh 2024; one decay per channel of the key: Kimi Linear 2025):
+ *
+ *   S = exp(gate) S;  S += beta k (v - k S);  out = scale q S
+ *
+ * of each head, S[key_dim][value_dim]. Head h has query and key head h / (num_heads / num_key_heads). */
+typedef struct {
+  int num_heads, num_key_heads, key_dim, value_dim;
+  int gate_dim; /* 1, or key_dim: a decay for each channel */
+  int normalize; /* not 0: queries and keys are divided by sqrt(sum of squares + 1e-6) first */
+  float scale;
+} kvedge_delta_shape;
+
+typedef struct {
+  void *state; /* [num_heads][key_dim][value_dim] */
+  kvedge_element_type state_type;
+  int64_t num_tokens;
+  kvedge_array query, key;   /* (num_tokens, num_key_heads, key_dim) */
+  kvedge_array value, out;   /* (num_tokens, num_heads, value_dim) */
+  kvedge_array gate;         /* (num_tokens, num_heads, gate_dim): logarithms, 0 or less */
+  kvedge_array beta;         /* (num_tokens, num_heads, 1) */
+} kvedge_delta_call;
+
+kvedge_status kvedge_delta_extend(const kvedge_delta_shape *shape, const kvedge_delta_call *calls, int num_calls,
+                                  int num_threads);
+
+/* Mamba-2, the state space dual (Dao, Gu 2024):
+ *
+ *   S = exp(dt a) S + dt x B^T;  out = S C + d x
+ *
+ * of each head, S[head_dim][state_size]. Head h has B and C of group h / (num_heads / num_groups). */
+typedef struct {
+  int num_heads, num_groups, head_dim, state_size;
+  const float *a; /* [num_heads], 0 or less */
+  const float *d; /* [num_heads]; NULL: 0 */
+} kvedge_mamba_shape;
+
+typedef struct {
+  void *state; /* [num_heads][head_dim][state_size] */
+  kvedge_element_type state_type;
+  int64_t num_tokens;
+  kvedge_array x, out; /* (num_tokens, num_heads, head_dim) */
+  kvedge_array dt;     /* (num_tokens, num_heads, 1), 0 or more */
+  kvedge_array b, c;   /* (num_tokens, num_groups, state_size) */
+} kvedge_mamba_call;
+
+kvedge_status kvedge_mamba_extend(const kvedge_mamba_shape *shape, const kvedge_mamba_call *calls, int num_calls,
+                                  int num_threads);
+
+/* A short causal convolution of each channel alone: out[t] = act(bias + sum_w weight[w] x[t - (width - 1) + w]). The state
+ * has the last state_len inputs of each channel, the newest last, state_len >= width - 1. */
+typedef struct {
+  int num_channels, width; /* width: 1 to 16 */
+  int state_len;
+  const float *weight; /* [num_channels][width] */
+  const float *bias;   /* [num_channels]; NULL: 0 */
+  int silu;            /* not 0: act(x) = x / (1 + exp(-x)); 0: x */
+} kvedge_conv_shape;
+
+typedef struct {
+  void *state; /* [num_channels][state_len] */
+  kvedge_element_type state_type;
+  int64_t num_tokens;
+  kvedge_array x, out; /* (num_tokens, 1, num_channels) */
+} kvedge_conv_call;
+
+kvedge_status kvedge_conv_extend(const kvedge_conv_shape *shape, const kvedge_conv_call *calls, int num_calls,
+                                 int num_threads);
 
 /* ---- Threads ------------------------------------------------------------------------------ */
 

@@ -426,22 +426,22 @@ def _pooled(mass: np.ndarray, width: int) -> np.ndarray:
 
 
 class CacheEviction:
-    """The eviction of all layers of a :class:`kvedge.KVCache`."""
+    """The eviction of all layers of a :class:`kvedge.KVCache`, by their numbers."""
 
-    def __init__(self, eviction: Eviction, stores: Sequence[LayerStore]) -> None:
+    def __init__(self, eviction: Eviction, numbered: Sequence[tuple[int, LayerStore]]) -> None:
         self.eviction = eviction
-        configs = [store.config for store in stores if store.config.window is None]
+        configs = [store.config for _, store in numbered if store.config.window is None]
         tokens = eviction.tokens_for(configs)
         for config in configs:
             eviction.check(config, tokens)
-        self.of_layers = [
-            Attended(eviction) if store.config.window is None else None for store in stores
-        ]
+        self.of_layers = {
+            number: Attended(eviction) for number, store in numbered if store.config.window is None
+        }
         self.in_prompt = False  # the last step had several tokens
 
     def saw(self, index: int, store: LayerStore, query: Any, options: Mapping[str, Any]) -> None:
         """Note queries that have attended to a layer."""
-        attended = self.of_layers[index]
+        attended = self.of_layers.get(index)
         if attended is None:
             return
         is_one = isinstance(query, np.ndarray) and query.ndim == 2
@@ -472,30 +472,26 @@ class CacheEviction:
     def copy(self) -> CacheEviction:
         """An independent one."""
         other = CacheEviction(self.eviction, ())
-        other.of_layers = [None if one is None else one.copy() for one in self.of_layers]
+        other.of_layers = {number: one.copy() for number, one in self.of_layers.items()}
         other.in_prompt = self.in_prompt
         return other
 
     def clear(self) -> None:
         """Know of no query."""
         self.in_prompt = False
-        for attended in self.of_layers:
-            if attended is not None:
-                attended.clear()
+        for attended in self.of_layers.values():
+            attended.clear()
 
-    def tokens_for(self, stores: Sequence[LayerStore]) -> int:
-        """Tokens that each layer may hold as it is stored now."""
-        return self.eviction.tokens_for(
-            [store.config for store in stores if store.config.window is None]
-        )
-
-    def due(self, stores: Sequence[LayerStore], more: int) -> list[tuple[int, np.ndarray]]:
+    def due(
+        self, numbered: Sequence[tuple[int, LayerStore]], more: int
+    ) -> list[tuple[int, np.ndarray]]:
         """Layers that have to evict before `more` tokens come, with the rows they keep."""
         one, found = self.eviction, []
-        tokens = self.tokens_for(stores)
-        for index, (store, attended) in enumerate(zip(stores, self.of_layers, strict=True)):
-            if attended is not None and one.is_due(len(store), more, tokens):
+        bounded = [(number, store) for number, store in numbered if number in self.of_layers]
+        tokens = one.tokens_for([store.config for _, store in bounded])  # as stored now
+        for number, store in bounded:
+            if one.is_due(len(store), more, tokens):
                 one.check(store.config, tokens)
                 room = one.room_in(tokens, evicting.unit_of(store.config))
-                found.append((index, attended.choose(store, room)))
+                found.append((number, self.of_layers[number].choose(store, room)))
         return found

@@ -158,7 +158,7 @@ class KvCachePolicy:
         """
         state = state_of(_cache(cache))
         if self._eviction is not None and cache.eviction != self._eviction:
-            state.eviction = CacheEviction(self._eviction, state.stores)
+            state.eviction = CacheEviction(self._eviction, state.numbered())
 
     def occupancy(self, cache: KVCache) -> float:
         """Share of the memory that the tokens of a cache fill now; above 1 if it is too little."""
@@ -239,7 +239,7 @@ class KvCachePolicy:
 
     def _bytes(self, step: _Step, cache: KVCache, more: int) -> int:
         """Bytes of the tokens of a cache and `more`, stored as a step has it."""
-        total = 0
+        total = sum(state.nbytes for state in state_of(cache).states)
         for store in state_of(cache).stores:
             tokens, window = len(store) + more, store.config.window
             if window is not None:

@@ -37,6 +37,7 @@ static kvedge_session_part part_of(const kvedge_layer *layer, int64_t most) {
 kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int index) {
   const kvedge_session *session = contents->session;
   kvedge_session_layer layer = {0};
+  if (index >= session->num_layers) return layer;
   if (session->layers) layer = session->layers[index];
   if (contents->layers) {
     const kvedge_layer *from = contents->layers[index];
@@ -106,6 +107,50 @@ kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index,
   t.data = contents->layers ? data_in_layer(contents, index, part, column, held.num_tokens)
                             : contents->tensors[index].at[part][column];
   return t;
+}
+
+kvedge_tensor kvedge_state_tensor(const kvedge_session_state *state) {
+  static const char *const types[] = {"F32", "F16", "BF16"};
+  const unsigned type = (unsigned)state->type;
+  kvedge_tensor t = {.num_dims = state->num_axes, .data = state->data};
+  if (type > 2 || t.num_dims < 1 || t.num_dims > KVEDGE_MAX_STATE_AXES) return t;
+  t.type = types[type], t.item_bytes = type ? 2 : 4;
+  uint64_t bytes = (uint64_t)t.item_bytes;
+  for (int i = 0; i < t.num_dims; i++) {
+    t.shape[i] = state->shape[i];
+    if (t.shape[i] < 1 || (uint64_t)t.shape[i] > (uint64_t)SIZE_MAX / 2 / bytes) return t;
+    bytes *= (uint64_t)t.shape[i];
+  }
+  t.bytes = bytes;
+  return t;
+}
+
+/* The first array of a layer, or of one after it. */
+static int first_state(const kvedge_session *session, int layer) {
+  int low = 0, high = session->num_states;
+  while (low < high) {
+    const int middle = low + (high - low) / 2;
+    if (session->states[middle].layer < layer) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+void kvedge_each_tensor(const kvedge_contents *contents, int item_bytes, kvedge_take_tensor *take, kvedge_output *out) {
+  const kvedge_session *session = contents->session;
+  for (int i = 0; i >= 0; i = kvedge_next_layer(i, session->num_layers))
+    for (int n = 0; n < NUM_TENSORS; n++) {
+      const kvedge_tensor_name *name = &kvedge_tensors[n];
+      const kvedge_tensor t = kvedge_contents_tensor(contents, i, name->part, name->column);
+      if (t.data && (!item_bytes || t.item_bytes == item_bytes)) take(out, &t, "layers", i, name->name);
+    }
+  if (!session->num_states) return;
+  const int end = session->states[session->num_states - 1].layer + 1;
+  for (int i = 0; i >= 0; i = kvedge_next_layer(i, end))
+    for (int n = first_state(session, i); n < session->num_states && session->states[n].layer == i; n++) {
+      const kvedge_tensor t = kvedge_state_tensor(&session->states[n]);
+      if (!item_bytes || t.item_bytes == item_bytes) take(out, &t, "states", i, session->states[n].name);
+    }
 }
 
 int kvedge_next_layer(int index, int num_layers) {
@@ -185,7 +230,8 @@ static const char *parts_fault(const kvedge_session_layer *layer) {
 const char *kvedge_contents_fault(const kvedge_contents *contents) {
   const kvedge_session *session = contents->session;
   int any_has_scales = 0, any_is_small = 0;
-  if (session->num_layers < 1 || session->num_layers > KVEDGE_MAX_LAYERS) return "it has not 1 to 4096 layers";
+  if (session->num_layers < !session->num_states || session->num_layers > KVEDGE_MAX_LAYERS)
+    return "it has not 1 to 4096 layers";
   if (session->length < 0 || session->length > KVEDGE_MAX_TOKENS) return "its length is out of its range";
   if (session->max_seq_len != 0 &&
       (session->max_seq_len < session->length || session->max_seq_len < 1 || session->max_seq_len > KVEDGE_MAX_TOKENS))
@@ -206,6 +252,38 @@ const char *kvedge_contents_fault(const kvedge_contents *contents) {
   if (session->auto_key_offset && !any_has_scales) return "its key_offset is for keys with scales, and it has none";
   if (session->auto_key_scale && !any_is_small) return "its key_scale is for keys of up to 8 bits, and it has none";
   return metadata_fault(session);
+}
+
+int kvedge_compare_states(const kvedge_session_state *a, const kvedge_session_state *b) {
+  return a->layer != b->layer ? (a->layer > b->layer) - (a->layer < b->layer) : strcmp(a->name, b->name);
+}
+
+static int is_identifier(const char *name) {
+  size_t n = 0;
+  for (; n <= KVEDGE_MAX_STATE_NAME && name[n]; n++) {
+    const char c = name[n], letter = (char)(c | 32);
+    if (!(letter >= 'a' && letter <= 'z') && c != '_' && !(n && c >= '0' && c <= '9')) return 0;
+  }
+  return n && n <= KVEDGE_MAX_STATE_NAME;
+}
+
+const char *kvedge_states_fault(const kvedge_session *session) {
+  int64_t num_layers = session->num_layers;
+  int arrays = 0;
+  if (session->num_states < 0 || (session->num_states > 0 && !session->states)) return "its states are missing";
+  for (int i = 0; i < session->num_states; i++) {
+    const kvedge_session_state *state = &session->states[i], *before = i ? state - 1 : NULL;
+    const kvedge_tensor t = kvedge_state_tensor(state);
+    if (!is_identifier(state->name) || !t.bytes || !t.data) return "an array of a state is none of kvedge's";
+    if (state->layer < 0 || (before && kvedge_compare_states(before, state) >= 0))
+      return "its states do not ascend, or an array is there twice";
+    if (before && before->layer == state->layer) arrays++;
+    else num_layers++, arrays = 1;
+    if (arrays > KVEDGE_MAX_STATE_ARRAYS) return "a state has more arrays than kvedge's have";
+  }
+  if (num_layers > KVEDGE_MAX_LAYERS || (arrays && session->states[session->num_states - 1].layer >= num_layers))
+    return "it has a state in a layer that it does not have";
+  return NULL;
 }
 
 /* ---- Metadata ----------------------------------------------------------------------------------------------------- */
@@ -319,6 +397,7 @@ void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, cons
 }
 
 const char *kvedge_version_of(const kvedge_contents *contents) {
+  if (contents->session->num_states) return "3";
   for (int i = 0; i < contents->session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
     if (kvedge_in_runs(&layer)) return "2";
@@ -376,11 +455,10 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   kvedge_put_text(out, "}");
 }
 
-void kvedge_put_tensor_name(kvedge_output *out, int index, const kvedge_tensor_name *tensor) {
-  kvedge_put_text(out, "layers.");
-  kvedge_put_number(out, index);
-  kvedge_put_text(out, ".");
-  kvedge_put_text(out, tensor->name);
+void kvedge_put_tensor_name(kvedge_output *out, const char *folder, int number, const char *name) {
+  kvedge_put_text(out, folder), kvedge_put_text(out, ".");
+  kvedge_put_number(out, number);
+  kvedge_put_text(out, "."), kvedge_put_text(out, name);
 }
 
 static int take_into_digest(void *sha, const void *data, size_t bytes) {
@@ -388,25 +466,25 @@ static int take_into_digest(void *sha, const void *data, size_t bytes) {
   return 0;
 }
 
+static void put_into_digest(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number,
+                            const char *name) {
+  kvedge_put_text(out, "[\"");
+  kvedge_put_tensor_name(out, folder, number, name);
+  kvedge_put_text(out, "\", \""), kvedge_put_text(out, t->type), kvedge_put_text(out, "\", [");
+  for (int d = 0; d < t->num_dims; d++) {
+    if (d > 0) kvedge_put_text(out, ", ");
+    kvedge_put_number(out, t->shape[d]);
+  }
+  kvedge_put_text(out, "]]");
+  kvedge_put(out, t->data, (size_t)t->bytes);
+}
+
 void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_DIGEST]) {
   kvedge_sha256 sha;
   kvedge_sha256_begin(&sha);
   kvedge_output out = kvedge_output_to(take_into_digest, &sha);
   kvedge_put_metadata(&out, contents, NULL);
-  for (int i = 0; i >= 0; i = kvedge_next_layer(i, contents->session->num_layers))
-    for (int n = 0; n < NUM_TENSORS; n++) {
-      const kvedge_tensor t = kvedge_contents_tensor(contents, i, kvedge_tensors[n].part, kvedge_tensors[n].column);
-      if (!t.data) continue;
-      kvedge_put_text(&out, "[\"");
-      kvedge_put_tensor_name(&out, i, &kvedge_tensors[n]);
-      kvedge_put_text(&out, "\", \""), kvedge_put_text(&out, t.type), kvedge_put_text(&out, "\", [");
-      for (int d = 0; d < t.num_dims; d++) {
-        if (d > 0) kvedge_put_text(&out, ", ");
-        kvedge_put_number(&out, t.shape[d]);
-      }
-      kvedge_put_text(&out, "]]");
-      kvedge_put(&out, t.data, (size_t)t.bytes);
-    }
+  kvedge_each_tensor(contents, 0, put_into_digest, &out);
   kvedge_output_flush(&out);
   kvedge_sha256_end(&sha, digest);
 }

@@ -34,17 +34,30 @@ typedef struct {
   const char *type; /* safetensors' name */
   int item_bytes;
   int num_dims;
-  int64_t shape[3];
+  int64_t shape[KVEDGE_MAX_STATE_AXES];
   uint64_t bytes;
   const char *data; /* NULL: not there */
 } kvedge_tensor;
 
-/* All of a layer. */
+/* All of a layer; of none, zeros. */
 kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int index);
 kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int part, int column);
+kvedge_tensor kvedge_state_tensor(const kvedge_session_state *state); /* of no bytes: there is no such array */
+
+/* Hands over the tensors that are there in the order of their names, "layers.0.key_codes", "states.1.recurrent": folder,
+ * number and what is left. `item_bytes`: those of such elements; 0: all. */
+typedef void kvedge_take_tensor(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number,
+                                const char *name);
+void kvedge_each_tensor(const kvedge_contents *contents, int item_bytes, kvedge_take_tensor *take, kvedge_output *out);
 
 /* Is the session one that kvedge writes? The sentence that says why not, or NULL. The configs are valid ones. */
 const char *kvedge_contents_fault(const kvedge_contents *contents);
+
+/* Of its states, which are not looked at above. */
+const char *kvedge_states_fault(const kvedge_session *session);
+
+/* Below 0, 0, above 0: the order of two arrays of states. */
+int kvedge_compare_states(const kvedge_session_state *a, const kvedge_session_state *b);
 
 /* Below 0, 0, above 0: the order of two items of metadata. */
 int kvedge_compare_keys(const kvedge_session_text *a, const kvedge_session_text *b);
@@ -57,9 +70,9 @@ int kvedge_next_layer(int index, int num_layers);
 void kvedge_put_layers(kvedge_output *out, const kvedge_contents *contents, const char *quote);
 
 /* "layers.0.key_codes" */
-void kvedge_put_tensor_name(kvedge_output *out, int index, const kvedge_tensor_name *tensor);
+void kvedge_put_tensor_name(kvedge_output *out, const char *folder, int number, const char *name);
 
-/* The version of a file: "1"; "2" where it holds runs. (In files of runs of version "1", which
+/* The version of a file: "1"; "2" where it holds runs; "3" where it holds states. (In files of runs of version "1", which
  * no release wrote, codes lay otherwise.) */
 const char *kvedge_version_of(const kvedge_contents *contents);
 

@@ -158,6 +158,21 @@ static const char *layer_fault(const kvedge_contents *contents, int index) {
   return fault;
 }
 
+static const char *state_fault(const kvedge_session_state *state) {
+  const kvedge_tensor t = kvedge_state_tensor(state);
+  const uint32_t exponent = state->type == KVEDGE_TYPE_FLOAT32   ? 0x7f800000
+                            : state->type == KVEDGE_TYPE_FLOAT16 ? 0x7c00
+                                                                 : 0x7f80;
+  for (uint64_t at = 0; at < t.bytes; at += (uint64_t)t.item_bytes) {
+    uint32_t bits = 0;
+    uint16_t half;
+    if (t.item_bytes == 4) memcpy(&bits, t.data + at, 4);
+    else memcpy(&half, t.data + at, 2), bits = half;
+    if ((bits & exponent) == exponent) return "a state is not finite";
+  }
+  return NULL;
+}
+
 /* ---- Filling ------------------------------------------------------------------------------------------------------- */
 
 static void copy_tensor(void *to, const kvedge_contents *contents, int index, int part, int column) {
@@ -187,7 +202,7 @@ kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_la
                                   kvedge_session_parts *parts, const char **why) {
   KVEDGE_FLOAT_MODE;
   if (why) *why = NULL;
-  if (!reader || !layers) return KVEDGE_ERROR_ARGUMENT;
+  if (!reader || (!layers && reader->session.num_layers)) return KVEDGE_ERROR_ARGUMENT;
   const kvedge_contents contents = {.session = &reader->session, .tensors = reader->tensors};
   const targets to = {layers, parts};
   const int num_layers = reader->session.num_layers;
@@ -198,6 +213,7 @@ kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_la
   const char *fault = NULL;
   if (memcmp(digest, reader->digest, KVEDGE_DIGEST)) fault = "it does not match its sha256: it was changed or damaged";
   for (int i = 0; i < num_layers && !fault; i++) fault = layer_fault(&contents, i);
+  for (int i = 0; i < reader->session.num_states && !fault; i++) fault = state_fault(&reader->session.states[i]);
   if (why) *why = fault;
   if (fault) return KVEDGE_ERROR_FILE;
   for (int i = 0; i < num_layers; i++) {

@@ -66,6 +66,7 @@ typedef struct {
   int num_user;
   const char *tensors;
   uint64_t tensor_bytes;
+  int num_states;         /* arrays of states, by their names */
   kvedge_session session; /* without what needs memory */
   kvedge_session_layer first;
 } header;
@@ -240,6 +241,26 @@ static const char *read_first_layer(header *head) {
   return is_config(config, 1) ? NULL : "its metadata makes no layer";
 }
 
+/* Of a file that holds states alone: zeros, as kvedge_put_metadata writes them, and no more. */
+static const char *read_no_layer(const header *head) {
+  static const struct {
+    int field;
+    const char *text;
+  } wanted[] = {
+      {DTYPE,        "int8"   },
+      {NUM_KV_HEADS, "0"      },
+      {HEAD_DIM,     "0"      },
+      {GROUP_SIZE,   "0"      },
+      {SCALE_DTYPE,  "float32"},
+      {KEY_OFFSETS,  ""       },
+  };
+  for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+    if (strcmp(head->field[wanted[i].field], wanted[i].text)) return "it tells of layers that it has not";
+  for (int i = NUM_NEEDED; i < NUM_FIELDS; i++)
+    if (head->has[i]) return "it tells of layers that it has not";
+  return NULL;
+}
+
 static const char *auto_field(const char *text, int is_there, int *is_auto) {
   *is_auto = is_there && !strcmp(text, "auto");
   return is_there && *text && !*is_auto ? "its key_offset or key_scale is unknown" : NULL;
@@ -249,9 +270,10 @@ static const char *auto_field(const char *text, int is_there, int *is_auto) {
 static const char *read_fields(header *head) {
   kvedge_session *session = &head->session;
   if (strcmp(head->field[FORMAT], "kvedge")) return "it is no session of kvedge";
-  if (strcmp(head->field[FORMAT_VERSION], "1") && strcmp(head->field[FORMAT_VERSION], "2"))
+  const char *version = head->field[FORMAT_VERSION];
+  if (version[0] < '1' || version[0] > '3' || version[1])
     return "it is of another version: a newer kvedge may have written it";
-  if (!small_number_of(head->field[NUM_LAYERS], &session->num_layers) || session->num_layers < 1 ||
+  if (!small_number_of(head->field[NUM_LAYERS], &session->num_layers) || session->num_layers < (*version != '3') ||
       session->num_layers > KVEDGE_MAX_LAYERS)
     return "its num_layers is not 1 to 4096";
   if (!number_of(head->field[LENGTH], &session->length) || session->length > KVEDGE_MAX_TOKENS)
@@ -265,7 +287,63 @@ static const char *read_fields(header *head) {
   if (!fault && head->has[KEY_SCALES_OF_FIRST] && !session->auto_key_scale) fault = "its key_scale is unknown";
   if (!fault && strlen(head->field[SHA256]) != KVEDGE_DIGEST) fault = "its sha256 is none";
   session->num_metadata = head->num_user;
-  return fault ? fault : read_first_layer(head);
+  if (fault) return fault;
+  return session->num_layers ? read_first_layer(head) : read_no_layer(head);
+}
+
+/* Goes past 1 to `most` numbers; returns how many, 0: there are none. */
+static int read_numbers(kvedge_json *json, int64_t *numbers, int most) {
+  int n = 0;
+  while (n < most && kvedge_json_next(json, n ? ',' : '[') && kvedge_json_number(json, &numbers[n])) n++;
+  return kvedge_json_next(json, ']') ? n : 0;
+}
+
+/* What the header says of a tensor. */
+typedef struct {
+  char type[16];
+  int num_dims;
+  int64_t shape[KVEDGE_MAX_STATE_AXES], offsets[2];
+} entry;
+
+static const char *read_entry(kvedge_json *json, entry *e) {
+  char name[16];
+  int has_type = 0, has_offsets = 0;
+  e->num_dims = 0;
+  if (!kvedge_json_next(json, ':') || !kvedge_json_next(json, '{')) return "its header is no JSON";
+  do {
+    if (!read_text(json, name, sizeof name) || !kvedge_json_next(json, ':')) return "its header is no JSON of tensors";
+    if (!strcmp(name, "dtype")) {
+      if (has_type++ || !read_text(json, e->type, sizeof e->type)) return "a tensor's dtype is none of kvedge's";
+    } else if (!strcmp(name, "shape")) {
+      if (e->num_dims || !(e->num_dims = read_numbers(json, e->shape, KVEDGE_MAX_STATE_AXES)))
+        return "a tensor's shape is none of kvedge's";
+    } else if (!strcmp(name, "data_offsets")) {
+      if (has_offsets++ || read_numbers(json, e->offsets, 2) != 2) return "a tensor has no offsets";
+    } else {
+      return "its header has an entry that is no tensor's";
+    }
+  } while (kvedge_json_next(json, ','));
+  if (!kvedge_json_next(json, '}') || !has_type || !e->num_dims || !has_offsets)
+    return "its header is no JSON of tensors";
+  return NULL;
+}
+
+/* "states.0.recurrent" */
+static int is_state(const char *name) { return strncmp(name, "states.", 7) == 0; }
+
+enum { LONGEST_NAME = 48 };
+
+static const char *count_states(header *head) {
+  kvedge_json json = head->entries;
+  char name[LONGEST_NAME];
+  entry e;
+  while (kvedge_json_next(&json, ',')) {
+    if (!read_text(&json, name, sizeof name)) return "it has a tensor that no layer has";
+    const char *fault = read_entry(&json, &e);
+    if (fault) return fault;
+    if (is_state(name)) head->num_states++;
+  }
+  return head->num_states || head->session.num_layers ? NULL : "it has no layers";
 }
 
 /* The header up to its tensors. */
@@ -284,7 +362,10 @@ static const char *read_header(header *head, const void *data, size_t bytes) {
   if (!read_text(&json, name, sizeof name) || strcmp(name, "__metadata__") || !kvedge_json_next(&json, ':'))
     return "its header does not begin with metadata: it is no session of kvedge";
   const char *fault = read_metadata(head, &json);
-  return fault ? fault : read_fields(head);
+  if (!fault) fault = read_fields(head);
+  if (!fault && *head->field[FORMAT_VERSION] == '3') fault = count_states(head);
+  head->session.num_states = head->num_states;
+  return fault;
 }
 
 /* ---- Memory of the caller's --------------------------------------------------------------------------------------- */
@@ -305,6 +386,7 @@ typedef struct {
   kvedge_session_layer *layers;
   kvedge_layer_tensors *tensors;
   kvedge_session_text *metadata;
+  kvedge_session_state *states;
   char *texts, *layers_text;
 } places;
 
@@ -316,6 +398,7 @@ static places places_in(arena *a, const header *head) {
   p.layers = take(a, num_layers * sizeof *p.layers);
   p.tensors = take(a, num_layers * sizeof *p.tensors);
   p.metadata = take(a, (size_t)head->num_user * sizeof *p.metadata);
+  p.states = take(a, (size_t)head->num_states * sizeof *p.states);
   p.texts = take(a, head->user_bytes);
   p.layers_text = take(a, head->layers_bytes);
   return p;
@@ -439,53 +522,29 @@ static const char *read_layers(const header *head, places *p) {
 
 /* ---- Tensors ------------------------------------------------------------------------------------------------------- */
 
-/* "layers.0.key_codes" */
-static const kvedge_tensor_name *read_tensor_name(kvedge_json *json, int num_layers, int *index) {
-  char name[40];
+/* "layers.0.key_codes"; or that of an array of a state, whose `name` is set then. */
+static const kvedge_tensor_name *read_tensor_name(kvedge_json *json, int num_layers, int *index,
+                                                  kvedge_session_state *state) {
+  static const kvedge_tensor_name of_state;
+  char name[LONGEST_NAME];
   int64_t number;
-  if (!read_text(json, name, sizeof name) || strncmp(name, "layers.", 7) || name[7] < '0' || name[7] > '9') return NULL;
+  *state = (kvedge_session_state){0};
+  if (!read_text(json, name, sizeof name)) return NULL;
+  const int in_state = is_state(name);
+  if ((!in_state && strncmp(name, "layers.", 7)) || name[7] < '0' || name[7] > '9') return NULL;
   kvedge_json digits = {name + 7, name + strlen(name)};
-  if (!kvedge_json_number(&digits, &number) || number >= num_layers || *digits.at != '.') return NULL;
+  if (!kvedge_json_number(&digits, &number) || *digits.at != '.') return NULL;
+  const char *rest = digits.at + 1;
+  if (in_state) {
+    if (number >= KVEDGE_MAX_LAYERS || !*rest || strlen(rest) > KVEDGE_MAX_STATE_NAME) return NULL;
+    state->layer = (int)number;
+    memcpy(state->name, rest, strlen(rest));
+    return &of_state;
+  }
+  if (number >= num_layers) return NULL;
   *index = (int)number;
   for (int n = 0; n < NUM_TENSORS; n++)
-    if (!strcmp(digits.at + 1, kvedge_tensors[n].name)) return &kvedge_tensors[n];
-  return NULL;
-}
-
-/* Goes past 1 to `most` numbers; returns how many, 0: there are none. */
-static int read_numbers(kvedge_json *json, int64_t *numbers, int most) {
-  int n = 0;
-  while (n < most && kvedge_json_next(json, n ? ',' : '[') && kvedge_json_number(json, &numbers[n])) n++;
-  return kvedge_json_next(json, ']') ? n : 0;
-}
-
-/* What the header says of a tensor. */
-typedef struct {
-  char type[16];
-  int num_dims;
-  int64_t shape[3], offsets[2];
-} entry;
-
-static const char *read_entry(kvedge_json *json, entry *e) {
-  char name[16];
-  int has_type = 0, has_offsets = 0;
-  e->num_dims = 0;
-  if (!kvedge_json_next(json, ':') || !kvedge_json_next(json, '{')) return "its header is no JSON";
-  do {
-    if (!read_text(json, name, sizeof name) || !kvedge_json_next(json, ':')) return "its header is no JSON of tensors";
-    if (!strcmp(name, "dtype")) {
-      if (has_type++ || !read_text(json, e->type, sizeof e->type)) return "a tensor's dtype is none of kvedge's";
-    } else if (!strcmp(name, "shape")) {
-      if (e->num_dims || !(e->num_dims = read_numbers(json, e->shape, 3)))
-        return "a tensor's shape is none of kvedge's";
-    } else if (!strcmp(name, "data_offsets")) {
-      if (has_offsets++ || read_numbers(json, e->offsets, 2) != 2) return "a tensor has no offsets";
-    } else {
-      return "its header has an entry that is no tensor's";
-    }
-  } while (kvedge_json_next(json, ','));
-  if (!kvedge_json_next(json, '}') || !has_type || !e->num_dims || !has_offsets)
-    return "its header is no JSON of tensors";
+    if (!strcmp(rest, kvedge_tensors[n].name)) return &kvedge_tensors[n];
   return NULL;
 }
 
@@ -505,10 +564,12 @@ static const char *read_parts(const header *head, places *p, const kvedge_sessio
   while (kvedge_json_next(&json, ',')) {
     int index;
     entry e;
-    const kvedge_tensor_name *name = read_tensor_name(&json, session->num_layers, &index);
+    kvedge_session_state state;
+    const kvedge_tensor_name *name = read_tensor_name(&json, session->num_layers, &index, &state);
     if (!name) return "it has a tensor that no layer has";
     const char *fault = read_entry(&json, &e);
     if (fault) return fault;
+    if (*state.name) continue;
     if (name->column == KEY_CODES && name->part == FIRST_TOKENS) p->layers[index].first.num_tokens = e.shape[0];
     if (name->column == KEY_CODES && name->part == LAST_TOKENS) p->layers[index].last.num_tokens = e.shape[0];
   }
@@ -527,15 +588,44 @@ static const char *read_parts(const header *head, places *p, const kvedge_sessio
   return NULL;
 }
 
+/* An array of a state, next in the file. */
+static const char *read_state(const entry *e, kvedge_session_state *state, const header *head, uint64_t *offset) {
+  state->type = !strcmp(e->type, "F16")    ? KVEDGE_TYPE_FLOAT16
+                : !strcmp(e->type, "BF16") ? KVEDGE_TYPE_BFLOAT16
+                                           : KVEDGE_TYPE_FLOAT32;
+  state->num_axes = e->num_dims;
+  memcpy(state->shape, e->shape, (size_t)e->num_dims * sizeof *e->shape);
+  state->data = head->tensors + *offset;
+  const kvedge_tensor t = kvedge_state_tensor(state);
+  const char *fault = entry_fault(e, &t, *offset);
+  if (fault) return fault;
+  if (t.bytes > head->tensor_bytes - *offset) return "it ends before its last tensor";
+  *offset += t.bytes;
+  return NULL;
+}
+
+static int by_layer(const void *a, const void *b) { return kvedge_compare_states(a, b); }
+
 static const char *read_tensors(const header *head, places *p, const kvedge_session *session) {
   const kvedge_contents contents = {.session = session, .tensors = p->tensors};
   kvedge_json json = head->entries;
   uint64_t offset = 0;
+  int num_states = 0;
   memset(p->tensors, 0, (size_t)session->num_layers * sizeof *p->tensors);
   while (kvedge_json_next(&json, ',')) {
     int index;
     entry e;
-    const kvedge_tensor_name *name = read_tensor_name(&json, session->num_layers, &index); /* as read_parts has seen */
+    kvedge_session_state state;
+    const kvedge_tensor_name *name =
+        read_tensor_name(&json, session->num_layers, &index, &state); /* as read_parts has seen */
+    if (*state.name) {
+      read_entry(&json, &e);
+      if (num_states == head->num_states) return "it has a state, which its version does not hold";
+      const char *fault = read_state(&e, &state, head, &offset);
+      if (fault) return fault;
+      p->states[num_states++] = state;
+      continue;
+    }
     const char **at = &p->tensors[index].at[name->part][name->column];
     if (*at) return "it has a tensor twice";
     const kvedge_session_layer *layer = &session->layers[index];
@@ -566,7 +656,8 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
     if (layer->has_key_scale && kvedge_is_of_runs(kvedge_side_format(&stored, 0)))
       return "it has a key scale of keys in runs";
   }
-  return NULL;
+  if (num_states > 0) qsort(p->states, (size_t)num_states, sizeof *p->states, by_layer);
+  return kvedge_states_fault(session);
 }
 
 /* ---- Calls --------------------------------------------------------------------------------------------------------- */
@@ -602,7 +693,7 @@ kvedge_status kvedge_session_read(const void *data, size_t bytes, void *memory, 
   places p = places_in(&within, &head);
   kvedge_session *session = &p.reader->session;
   *session = head.session;
-  session->layers = p.layers, session->metadata = p.metadata;
+  session->layers = p.layers, session->metadata = p.metadata, session->states = p.states;
   p.reader->tensors = p.tensors;
   memcpy(p.reader->digest, head.field[SHA256], KVEDGE_DIGEST);
   if (head.num_user > 0) read_user_metadata(&head, &p);

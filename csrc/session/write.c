@@ -38,13 +38,14 @@ static int parts_can_be_written(const kvedge_contents *contents, int index, cons
 
 static int can_be_written(const kvedge_contents *contents) {
   const kvedge_session *session = contents->session;
-  if (!session || !contents->layers || session->num_layers < 1 || session->num_layers > KVEDGE_MAX_LAYERS) return 0;
+  if (!session || session->num_layers < 0 || session->num_layers > KVEDGE_MAX_LAYERS) return 0;
+  if (session->num_layers > 0 && !contents->layers) return 0;
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_parts *parts = contents->parts ? &contents->parts[i] : NULL;
     if (!contents->layers[i]) return 0;
     if (parts && (!parts->first != !parts->last || (parts->runs && !parts->last))) return 0;
   }
-  if (kvedge_contents_fault(contents)) return 0;
+  if (kvedge_contents_fault(contents) || kvedge_states_fault(session)) return 0;
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
     if (kvedge_layer_len(contents->layers[i]) < kvedge_held_tokens(session, &layer)) return 0;
@@ -55,16 +56,8 @@ static int can_be_written(const kvedge_contents *contents) {
 
 /* Calls `take` for each tensor in the order of the file: the widest elements first, so that all are aligned, then by
  * name. */
-static void for_each_tensor(const kvedge_contents *contents, kvedge_output *out,
-                            void (*take)(kvedge_output *out, const kvedge_tensor *t, int index,
-                                         const kvedge_tensor_name *name)) {
-  for (int item_bytes = 4; item_bytes > 0; item_bytes /= 2)
-    for (int i = 0; i >= 0; i = kvedge_next_layer(i, contents->session->num_layers))
-      for (int n = 0; n < NUM_TENSORS; n++) {
-        const kvedge_tensor_name *name = &kvedge_tensors[n];
-        const kvedge_tensor t = kvedge_contents_tensor(contents, i, name->part, name->column);
-        if (t.data && t.item_bytes == item_bytes) take(out, &t, i, name);
-      }
+static void for_each_tensor(const kvedge_contents *contents, kvedge_output *out, kvedge_take_tensor *take) {
+  for (int item_bytes = 4; item_bytes > 0; item_bytes /= 2) kvedge_each_tensor(contents, item_bytes, take, out);
 }
 
 typedef struct {
@@ -72,10 +65,10 @@ typedef struct {
   uint64_t offset;   /* of the next tensor */
 } header_output;
 
-static void put_entry(kvedge_output *out, const kvedge_tensor *t, int index, const kvedge_tensor_name *name) {
+static void put_entry(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number, const char *name) {
   uint64_t *offset = &((header_output *)out)->offset;
   kvedge_put_text(out, ",\"");
-  kvedge_put_tensor_name(out, index, name);
+  kvedge_put_tensor_name(out, folder, number, name);
   kvedge_put_text(out, "\":{\"dtype\":\""), kvedge_put_text(out, t->type), kvedge_put_text(out, "\",\"shape\":");
   for (int d = 0; d < t->num_dims; d++) {
     kvedge_put_text(out, d ? "," : "[");
@@ -97,8 +90,8 @@ static void put_header(header_output *header, const kvedge_contents *contents, c
   while ((out->written - before) % 8) kvedge_put_text(out, " ");
 }
 
-static void put_tensor(kvedge_output *out, const kvedge_tensor *t, int index, const kvedge_tensor_name *name) {
-  (void)index, (void)name;
+static void put_tensor(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number, const char *name) {
+  (void)folder, (void)number, (void)name;
   kvedge_put(out, t->data, (size_t)t->bytes);
 }
 

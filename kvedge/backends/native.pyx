@@ -974,6 +974,10 @@ include "native_batch.pxi"
 
 include "native_paged.pxi"
 
+# ---- states --------------------------------------------------------------------------------------
+
+include "native_states.pxi"
+
 # ---- the public classes --------------------------------------------------------------------------
 
 
@@ -983,7 +987,8 @@ def bind():
     A process initializes an extension once, but may import kvedge again, whose modules are new ones then:
     :mod:`kvedge.backends.select` calls this at each import.
     """
-    global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
+    global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError, OutOfMemoryError
+    global UnsupportedIsaError
     global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
     global turned, turned_back, _attend_and_note
     from inspect import signature
@@ -993,7 +998,8 @@ def bind():
     from kvedge.core import arrays, checks, memory, registry
     from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.options import AttendOptions
-    from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
+    from kvedge.errors import (
+        KvedgeError, LayoutError, NonFiniteInputError, OutOfMemoryError, UnsupportedIsaError)
     from kvedge.layer import keys as layer_keys
     from kvedge.layer import room
     from kvedge.layer.layer import KvLayer
@@ -1039,12 +1045,14 @@ def bind():
 # KVCache.attend, straight to the C of the layer's store.
 def _attend_of_cache(self, layer, query, *, out=None, **options):
     state = self._state
-    cdef tuple stores = state.stores
+    cdef tuple stores = state.store_at
     if layer.__class__ is not int or not 0 <= layer < len(stores):
         layer = checks.check_layer(layer, len(stores))
     if state.num_query_heads is not None:
         self._check_query_heads(layer, query, options.get("layout", _NHD))
     cdef LayerStore target = stores[layer]
+    if target is None:
+        raise state.no_tokens(layer, "attend()")
     if state.eviction is not None:  # which notes the query
         return _attend_and_note(self, layer, query, **options | ({} if out is None else {"out": out}))
     try:

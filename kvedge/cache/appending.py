@@ -36,6 +36,7 @@ def failed(state: CacheState, layer: int, start: int, error: MemoryError) -> Out
 
 def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
     """Append one token to every layer, then advance: all of it or nothing."""
+    state.refuse_states("push_step()")
     state.refuse_pending("push_step()")
     start = state.length
     if start >= state.room:

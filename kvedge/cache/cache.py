@@ -16,7 +16,14 @@ import numpy as np
 
 from kvedge.cache import appending, editing, ranges
 from kvedge.cache import snapshot as snapshots
-from kvedge.cache.configs import layer_configs, shape_of, taken_over, without_window
+from kvedge.cache.configs import (
+    check_at_start,
+    layer_configs,
+    shape_of,
+    states_among,
+    taken_over,
+    without_window,
+)
 from kvedge.cache.requantizing import requantize
 from kvedge.cache.snapshot import KvCacheSnapshot
 from kvedge.cache.state import CacheState, LayerTypes
@@ -46,7 +53,9 @@ from kvedge.files.contents import CacheContents
 from kvedge.layer import evicting
 from kvedge.layer.layer import KvLayer, store_of
 from kvedge.layer.room import slide
+from kvedge.layer.store import LayerStore
 from kvedge.rope import Rope
+from kvedge.states.layer import StateLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring them along
@@ -101,7 +110,9 @@ class KVCache(ConfigFacts):
         dtype: Dtype = "int8",
         max_seq_len: int | None = None,
         window: int | Sequence[int | None] | None = None,
-        layers: Sequence[Mapping[str, object]] | Sequence[KvLayer] | None = None,
+        layers: Sequence[Mapping[str, object] | StateLayer]
+        | Sequence[KvLayer | StateLayer]
+        | None = None,
         num_query_heads: int | None = None,
         **storage: Unpack[StorageArguments],
     ) -> None:
@@ -157,12 +168,13 @@ class KVCache(ConfigFacts):
             Values are stored rotated by a Hadamard matrix, so that the channels of a row share what
             encoding loses, and what attention and the getters give of them is rotated back. As many
             channels together as 2^k divide ``value_head_dim``.
-        layers : sequence of mappings, or of layers, optional
+        layers : sequence of mappings, or of layers, and of states, optional
             Layers that differ: a mapping for each, of what is not as given above, out of
             num_kv_heads, head_dim, value_head_dim, dtype, key_dtype, value_dtype, group_size,
             scale_dtype, window, recent, sinks, recent_dtype and value_rotation. Or layer objects,
             which the cache takes over with their tokens: from then on they are changed through it
-            alone. They have to stand at one position.
+            alone. They have to stand at one position. A :class:`kvedge.StateLayer` may be anywhere
+            among either: it is replaced (:meth:`replace`) or stepped by its own methods.
         num_query_heads : int, optional
             Heads of the model's queries, a multiple of the KV heads of every layer; `attend` then
             refuses any other number. It is kept in copies and pickles, not in files.
@@ -186,7 +198,7 @@ class KVCache(ConfigFacts):
         given = {**shape, "num_layers": num_layers, "window": window, "max_seq_len": max_seq_len}
         ready = taken_over(layers, given | made.given())
         if ready is not None:
-            stores = [store_of(layer) for layer in ready]
+            stores = [store_of(layer) for layer in ready if isinstance(layer, KvLayer)]
             limits = [one.config.limit for one in stores if one.config.limit is not None]
             rule = KeyRule.of_any(one.key_rule for one in stores)
             limit = min(limits, default=None)
@@ -195,9 +207,17 @@ class KVCache(ConfigFacts):
         else:
             max_seq_len = checks.check_max_seq_len(max_seq_len)
             configs = layer_configs(num_layers, layers, window, shape | made.of_layers())
+            states = states_among(layers)
+            check_at_start(states)
             num_query_heads = _as_num_query_heads(num_query_heads, configs)
             self._state = CacheState.new(
-                self._layer_types, configs, max_seq_len, made.key_offset, made.key_scale, {}
+                self._layer_types,
+                configs,
+                max_seq_len,
+                made.key_offset,
+                made.key_scale,
+                {},
+                states=states,
             )
         self._state.num_query_heads = num_query_heads
 
@@ -239,9 +259,11 @@ class KVCache(ConfigFacts):
             A growing cache could not grow.
         """
         state = self._state
-        if layer.__class__ is not int or not 0 <= layer < len(state.stores):
+        if layer.__class__ is not int or not 0 <= layer < state.num_layers:
             layer = checks.check_layer(layer, state.num_layers)
-        store = state.stores[layer]
+        store = state.store_at[layer]
+        if store is None:
+            raise state.no_tokens(layer, "append()")
         start = store.end()
         try:
             if state.max_seq_len is not None and (state.has_windows or state.has_evicted):
@@ -262,6 +284,37 @@ class KVCache(ConfigFacts):
         if state.has_windows:
             slide(store, stop - start)
 
+    def replace(self, layer: int, n: int = 1, /, **arrays: Array) -> None:
+        """Give a layer that holds a state its next one: what :meth:`append` is to the others.
+
+        Parameters
+        ----------
+        layer : int
+        n : int
+            Tokens that the new state has seen since the last.
+        **arrays : array
+            As of :meth:`kvedge.StateLayer.replace`. A state that was stepped in its own arrays is
+            given none.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        InvalidArgumentError
+            The layer holds keys and values; or there is no array of that name.
+        DtypeMismatchError, ShapeMismatchError, NonFiniteInputError
+        CapacityExceededError
+            More tokens than ``max_seq_len``.
+        """
+        held, limit = self.state(layer), self._state.max_seq_len
+        number = checks.as_int(n, "n")
+        if limit is not None and number > limit - held.position:
+            error = CapacityExceededError(f"no room for {number} tokens after {held.position}")
+            raise self._state.no_room(int(layer), error)
+        if number < 0:
+            raise InvalidArgumentError(f"n must be at least 0, not {number}: restore() goes back")
+        held.replace(**arrays)
+        held.advance(number)
+
     def advance(self, n: int = 1) -> None:
         """Move the position past ``n`` tokens that every layer has been given.
 
@@ -280,6 +333,9 @@ class KVCache(ConfigFacts):
         length = state.length + n
         for store in state.stores:
             if store.end() < length:
+                raise state.lacking(length)
+        for one in state.states:
+            if one.position < length:
                 raise state.lacking(length)
         state.length = length
 
@@ -343,11 +399,14 @@ class KVCache(ConfigFacts):
             And whatever the layer's ``attend`` raises.
         """
         state = self._state
-        if layer.__class__ is not int or not 0 <= layer < len(state.stores):
+        if layer.__class__ is not int or not 0 <= layer < state.num_layers:
             layer = checks.check_layer(layer, state.num_layers)
+        store = state.store_at[layer]
+        if store is None:
+            raise state.no_tokens(layer, "attend()")
         if state.num_query_heads is not None:
             self._check_query_heads(layer, query, options.get("layout", "nhd"))
-        store, eviction = state.stores[layer], state.eviction
+        eviction = state.eviction
         if eviction is not None:
             eviction.check_options(store, options)
         try:
@@ -382,14 +441,20 @@ class KVCache(ConfigFacts):
         """
         state = self._state
         layer = checks.check_layer(layer, state.num_layers)
+        store = state.store_at[layer]
+        if store is None:
+            raise state.no_tokens(layer, "scores()")
         if state.num_query_heads is not None:
             self._check_query_heads(layer, query)
-        return state.stores[layer].scores(query, scale=scale)
+        return store.scores(query, scale=scale)
 
     def _check_query_heads(self, layer: int, query: Array, layout: object = "nhd") -> None:
         """ShapeMismatchError unless a query has as many heads as the cache was told."""
         state = self._state
-        rows, _ = checks.as_query(query, state.stores[layer].config, finite=False, layout=layout)
+        store = state.store_at[layer]
+        if store is None:
+            raise state.no_tokens(layer, "attend()")
+        rows, _ = checks.as_query(query, store.config, finite=False, layout=layout)
         if rows.shape[1] != state.num_query_heads:
             raise ShapeMismatchError(
                 f"query must have num_query_heads={state.num_query_heads} heads, not "
@@ -414,14 +479,41 @@ class KVCache(ConfigFacts):
 
         Returns
         -------
-        QuantizedKvLayer, Float32KvLayer or whichever is the class of its dtype
+        QuantizedKvLayer, Float32KvLayer or whichever is the class of its dtype; or a StateLayer,
+        as :meth:`state` has it
 
         Raises
         ------
         LayerOutOfRangeError
         """
         layers = self._state.layers
-        return layers[checks.check_layer(index, len(layers))]
+        # Most are of that type; state() tells that of the others.
+        return layers[checks.check_layer(index, len(layers))]  # type: ignore[return-value]
+
+    def state(self, index: int) -> StateLayer:
+        """Return the layer object of a layer that holds a state.
+
+        It may be replaced and stepped, and goes back with the cache alone: its ``reset`` and
+        ``restore`` raise ReadOnlyLayerError.
+
+        Parameters
+        ----------
+        index : int
+            0 to num_layers - 1.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        InvalidArgumentError
+            The layer holds keys and values.
+        """
+        number = checks.check_layer(index, self._state.num_layers)
+        held = self._state.layers[number]
+        if not isinstance(held, StateLayer):
+            raise InvalidArgumentError(
+                f"layer {number} holds keys and values, and no state: {held!r}", layer=number
+            )
+        return held
 
     @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -440,8 +532,7 @@ class KVCache(ConfigFacts):
             read-only view of the stored keys; else a copy.
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
-        held = self.layer(layer)
-        store = store_of(held)
+        held, store = self._tokens_of(layer, "k()")
         plain = store.key_map.is_plain and store.parts is None and store.turns is None
         if out is None and store.config.key_format.is_float32 and plain:
             return held.key_codes
@@ -455,18 +546,31 @@ class KVCache(ConfigFacts):
         -------
         ndarray of float32, (tokens, num_kv_heads, value_head_dim)
         """
-        held = self.layer(layer)
-        store = store_of(held)
+        held, store = self._tokens_of(layer, "v()")
         if out is None and store.config.values_are_codes and store.parts is None:
             return held.value_codes
         return held.values(out=out)
 
+    def _tokens_of(self, layer: int, call: str) -> tuple[KvLayer, LayerStore]:
+        """A layer of keys and values."""
+        state = self._state
+        index = checks.check_layer(layer, state.num_layers)
+        held, store = state.layers[index], state.store_at[index]
+        if store is None or isinstance(held, StateLayer):
+            raise state.no_tokens(index, call)
+        return held, store
+
     # ---- going back and forth --------------------------------------------------------------------
 
     def snapshot(self) -> KvCacheSnapshot:
-        """Mark this moment; nothing is copied. See :class:`kvedge.KvCacheSnapshot`.
+        """Mark this moment; nothing but states is copied. See :class:`kvedge.KvCacheSnapshot`.
 
         It marks the tokens advanced over: restoring it drops pending ones.
+
+        Raises
+        ------
+        LayersOutOfStepError
+            A state has seen tokens that are pending: there is none that has not.
         """
         return snapshots.snapshot(self._state)
 
@@ -504,7 +608,9 @@ class KVCache(ConfigFacts):
         ------
         PositionOutOfRangeError
             Unless 0 <= n <= len(cache); or a layer with a window has dropped tokens that the next
-            one would see. Those of the last append can always be taken back, and all (n=0).
+            one would see. Those of the last append can always be taken back, and all (n=0). Or a
+            layer holds a state at another position, which cannot be cut: a :meth:`snapshot` taken
+            there can be restored. States at position 0 are zero.
         """
         n = checks.check_length(n, self._state.length)
         self._state.check_kept(n)
@@ -559,7 +665,10 @@ class KVCache(ConfigFacts):
         state = self._state
         layer = checks.check_layer(layer, state.num_layers)
         state.refuse_pending("evict()")
-        editing.evict(state, layer, evicting.check_evict(state.stores[layer], keep))
+        store = state.store_at[layer]
+        if store is None:
+            raise state.no_tokens(layer, "evict()")
+        editing.evict(state, layer, evicting.check_evict(store, keep))
 
     @memory_for("the shifted keys of a layer")
     def shift(
@@ -703,7 +812,7 @@ class KVCache(ConfigFacts):
         state.refuse_pending("requantize()")
         made = storage_of("requantize", {"dtype": dtype, **storage})
         shapes = [shape_of(old) for old in state.format.layers]
-        configs = layer_configs(state.num_layers, shapes, None, made.of_layers())
+        configs = layer_configs(len(shapes), shapes, None, made.of_layers())
         requantize(state, configs, made.key_offset, made.key_scale)
 
     # ---- copies and files ------------------------------------------------------------------------
@@ -818,6 +927,8 @@ class KVCache(ConfigFacts):
         """The shape of a layer, if all have one; room, window and what is held twice aside."""
         form = self._state.format
         shapes = {without_window(config) for config in form.layers}
+        if not shapes:
+            raise InvalidArgumentError(f"no layer of this cache has keys and values ({form})")
         if len(shapes) > 1:
             raise InvalidArgumentError(
                 f"layers differ in this cache ({form}): ask layer(i), append() to each"
@@ -872,24 +983,26 @@ class KVCache(ConfigFacts):
     def _vectors(self, of_layers: list[np.ndarray | None], none: float) -> np.ndarray | None:
         """One array of those of all layers, with `none` for a layer without; or None."""
         if all(vector is None for vector in of_layers):
-            return None
+            return None  # also of a cache of states alone
         plain = np.full((self.num_kv_heads, self.head_dim), none, np.float32)
         return np.stack([plain if vector is None else vector for vector in of_layers])
 
     @property
     def window(self) -> tuple[int | None, ...]:
-        """Window of each layer, None where it keeps all."""
-        return tuple(config.window for config in self._state.format.layers)
+        """Window of each layer, None where it keeps all or holds a state."""
+        return tuple(
+            None if store is None else store.config.window for store in self._state.store_at
+        )
 
     @property
     def recent(self) -> int:
         """So many last tokens are read in :attr:`recent_dtype`: the most of any layer."""
-        return max(config.recent for config in self._state.format.layers)
+        return max((config.recent for config in self._state.format.layers), default=0)
 
     @property
     def sinks(self) -> int:
         """So many first tokens are read in :attr:`recent_dtype`: the most of any layer."""
-        return max(config.sinks for config in self._state.format.layers)
+        return max((config.sinks for config in self._state.format.layers), default=0)
 
     @property
     def recent_dtype(self) -> str | None:
@@ -908,7 +1021,7 @@ class KVCache(ConfigFacts):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes reserved for keys, values and scales of all layers."""
+        """Bytes reserved for keys, values and scales of all layers, and bytes of states."""
         return sum(layer.memory_bytes for layer in self._state.layers)
 
     @property
@@ -918,8 +1031,9 @@ class KVCache(ConfigFacts):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the tokens held, pending ones included."""
-        return sum(memory.token_bytes(s.config) * len(s) for s in self._state.stores)
+        """Bytes of the tokens held, pending ones included, and of states."""
+        tokens = sum(memory.token_bytes(s.config) * len(s) for s in self._state.stores)
+        return tokens + sum(state.nbytes for state in self._state.states)
 
     @property
     def fp32_memory_bytes(self) -> int:
@@ -935,7 +1049,7 @@ class KVCache(ConfigFacts):
         state = self._state
         room = "growing" if state.max_seq_len is None else f"max_seq_len={state.max_seq_len}"
         length = state.length  # before those of the layers, which are never less
-        pending = max(store.end() for store in state.stores) - length
+        pending = max(state.ends()) - length
         more = f" + up to {pending} pending" if pending else ""
         return (
             f"<{type(self).__name__} {state.format}, {length} tokens{more}, {room}, "

@@ -11,8 +11,16 @@ from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer.layer import KvLayer, store_of
+from kvedge.states.layer import StateLayer, is_owned
 
-__all__ = ["layer_configs", "shape_of", "taken_over", "without_window"]
+__all__ = [
+    "check_at_start",
+    "layer_configs",
+    "shape_of",
+    "states_among",
+    "taken_over",
+    "without_window",
+]
 
 #: What may be said of a layer by itself; the rest is the cache's business.
 OF_A_LAYER = ("num_kv_heads", "head_dim", "value_head_dim", "window", *Storage().of_layers())
@@ -43,6 +51,7 @@ def layer_configs(
     InvalidArgumentError
     """
     own = None if layers is None else _sequence(layers, "layers", "mappings or layers")
+    states = states_among(layers)
     if num_layers is None and own is not None:
         num_layers = len(own)
     num_layers = checks.as_int(num_layers, "num_layers")
@@ -52,8 +61,40 @@ def layer_configs(
     own = [{}] * num_layers if own is None else own
     if len(own) != num_layers:
         raise InvalidArgumentError(f"layers must be {num_layers} as num_layers, not {len(own)}")
+    for number in states:
+        if windows[number] is not None:
+            raise InvalidArgumentError(
+                f"window is for keys and values, and layer {number} of layers holds a state"
+            )
     made: dict[LayerConfig, LayerConfig] = {}  # equal layers share theirs
-    return [_config(i, own[i], {**common, "window": windows[i]}, made) for i in range(num_layers)]
+    return [
+        _config(i, own[i], {**common, "window": windows[i]}, made)
+        for i in range(num_layers)
+        if i not in states
+    ]
+
+
+def states_among(layers: object) -> dict[int, StateLayer]:
+    """The states that `layers` holds, by their numbers, each checked to be free and there once."""
+    if not isinstance(layers, Sequence) or isinstance(layers, (str, bytes)):
+        return {}
+    states = {i: layer for i, layer in enumerate(layers) if isinstance(layer, StateLayer)}
+    if len(set(map(id, states.values()))) < len(states):
+        raise InvalidArgumentError("layers must hold each layer once")
+    for number, state in states.items():
+        if is_owned(state):
+            raise InvalidArgumentError(f"layer {number} belongs to a KVCache already: copy() it")
+    return states
+
+
+def check_at_start(states: Mapping[int, StateLayer]) -> None:
+    """InvalidArgumentError if states have seen tokens that new layers beside them have not."""
+    for number, state in states.items():
+        if state.position:
+            raise InvalidArgumentError(
+                f"layers must stand at one position: the state in layer {number} is at "
+                f"{state.position}, and new layers of keys and values are at 0"
+            )
 
 
 def shape_of(config: LayerConfig) -> dict[str, object]:
@@ -73,7 +114,7 @@ def _config(
 ) -> LayerConfig:
     if not isinstance(own, Mapping):
         raise InvalidArgumentError(
-            f"layers must hold mappings, or nothing but layers: layer {index} is "
+            f"layers must hold mappings and states, or nothing but layers: layer {index} is "
             f"{checks.describe(own)}"
         )
     unknown = [name for name in own if name not in OF_A_LAYER]
@@ -114,8 +155,8 @@ def _sequence(given: object, name: str, of: str) -> list[object]:
     return list(given)
 
 
-def taken_over(layers: object, others: Mapping[str, object]) -> list[KvLayer] | None:
-    """The layers that a new cache shall be made of, if `layers` holds such; else None.
+def taken_over(layers: object, others: Mapping[str, object]) -> list[KvLayer | StateLayer] | None:
+    """The layers that a new cache shall be made of, if `layers` holds such alone; else None.
 
     Raises
     ------
@@ -125,7 +166,7 @@ def taken_over(layers: object, others: Mapping[str, object]) -> list[KvLayer] | 
     """
     if not isinstance(layers, Sequence) or not layers:
         return None
-    if not all(isinstance(layer, KvLayer) for layer in layers):
+    if not all(isinstance(layer, (KvLayer, StateLayer)) for layer in layers):
         return None
     if len(layers) > MAX_LAYERS:
         raise InvalidArgumentError(f"layers must be at most {MAX_LAYERS}, not {len(layers)}")
@@ -134,11 +175,13 @@ def taken_over(layers: object, others: Mapping[str, object]) -> list[KvLayer] | 
         raise InvalidArgumentError(f"{given[0]} is what the given layers have: leave it out")
     if len({id(layer) for layer in layers}) < len(layers):
         raise InvalidArgumentError("layers must hold each layer once")
-    stores = [store_of(layer) for layer in layers]
-    for index, store in enumerate(stores):
+    states = states_among(layers)
+    numbered = {i: store_of(layer) for i, layer in enumerate(layers) if i not in states}
+    for index, store in numbered.items():
         if store.frozen:
             raise InvalidArgumentError(f"layer {index} belongs to a KVCache already: copy() it")
-    ends = [store.end() for store in stores]
+    stores = numbered.values()
+    ends = [store.end() for store in stores] + [state.position for state in states.values()]
     if len(set(ends)) > 1:
         raise InvalidArgumentError(
             f"layers must stand at one position, not at {min(ends)} and {max(ends)}"

@@ -31,6 +31,7 @@ def clear(state: CacheState) -> None:
 
 def keep(state: CacheState, positions: np.ndarray) -> None:
     """Keep only tokens at checked positions."""
+    state.refuse_states("keep()")
     state.refuse_pending("keep()")
     state.refuse_evicted("keep()")
     for store in state.stores:
@@ -48,10 +49,11 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
 
 def evict(state: CacheState, index: int, indices: np.ndarray) -> None:
     """Keep checked rows of one layer alone; positions stay."""
-    store = state.stores[index]
+    store = state.store_at[index]
+    assert store is not None  # the caller has looked
     if indices.shape[-1] == len(store):
         return
-    attended = None if state.eviction is None else state.eviction.of_layers[index]
+    attended = None if state.eviction is None else state.eviction.of_layers.get(index)
     if attended is not None:
         attended.kept(store, indices)
     evicting.evict(store, indices)
@@ -73,7 +75,7 @@ def evict_due(state: CacheState, more: int, *, at_end: bool = False) -> int:
     if goes_on and not at_end:
         return 0
     before = sum(map(len, state.stores))
-    for index, rows in eviction.due(state.stores, more):
+    for index, rows in eviction.due(state.numbered(), more):
         evict(state, index, rows)
     return before - sum(map(len, state.stores))
 
@@ -82,6 +84,7 @@ def shift(
     state: CacheState, delta: int, rope: Rope | Sequence[Rope | None], start: int, stop: int
 ) -> None:
     """Rotate stored keys of a checked range."""
+    state.refuse_states("shift()")
     state.refuse_pending("shift()")
     state.refuse_evicted("shift()")
     ropes = rope if isinstance(rope, (list, tuple)) else None

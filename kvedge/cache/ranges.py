@@ -85,7 +85,8 @@ def inject(
 
 
 def _whole(state: CacheState, call: str) -> CacheContents:
-    """All that is held, not copied, in layers without windows or pending tokens."""
+    """All that is held, not copied, in layers without windows, states or pending tokens."""
+    state.refuse_states(call)
     state.refuse_pending(call)
     if state.has_windows:
         raise InvalidArgumentError(f"{call} needs layers that keep all tokens: one has a window")

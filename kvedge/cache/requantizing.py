@@ -37,14 +37,15 @@ def requantize(
     for old, new in zip(state.stores, made.stores, strict=True):
         _check_fits(old, new)
 
+    numbers = [number for number, store in enumerate(state.store_at) if store is not None]
     del old  # or it would keep what is to be given back
     state.overwrites.add(0)
     try:
-        for index, layer in enumerate(made.layers):
+        for index, number in enumerate(numbers):
             _convert(state.stores[index], made.stores[index])
-            state.put_layer(index, layer)  # the old one goes, unless somebody else has it
+            state.put_layer(number, made.layers[index])  # the old one goes, if nobody else has it
     finally:
-        state.format = CacheFormat.of(store.config for store in state.stores)
+        state.format = CacheFormat.of((store.config for store in state.stores), state.format.states)
         state.high_water = [state.length] * state.num_layers
         state.room = state.capacity
     state.key_rule = made.key_rule

@@ -15,6 +15,7 @@ from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, StaleSnaps
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents, CacheFormat
 from kvedge.layer.room import keeps
+from kvedge.states.layer import StateLayer
 
 __all__ = ["KvCacheSnapshot", "restore", "snapshot"]
 
@@ -22,9 +23,9 @@ __all__ = ["KvCacheSnapshot", "restore", "snapshot"]
 class KvCacheSnapshot:
     """A moment of a :class:`kvedge.KVCache`, made by its ``snapshot()``.
 
-    As made it is a mark: it copies nothing, and ``restore`` accepts it as long as the tokens below
-    it have not been overwritten. ``detach()`` gives one that holds the stored bytes themselves: it
-    can always be restored, into any cache of the same format.
+    As made it is a mark: it copies nothing but states, and ``restore`` accepts it as long as the
+    tokens below it have not been overwritten. ``detach()`` gives one that holds the stored bytes
+    themselves: it can always be restored, into any cache of the same format.
 
     ``keys`` and ``values`` are decoded each time they are asked for. A snapshot is written and read
     with ``to_bytes()`` and ``from_bytes()``, which trusts nothing that it reads; or by ``pickle``,
@@ -34,13 +35,14 @@ class KvCacheSnapshot:
     Like a number it never changes, so ``copy.copy`` and ``copy.deepcopy`` return it as it is.
     """
 
-    __slots__ = ("_contents", "_epoch", "_length", "_pending", "_state")
+    __slots__ = ("_contents", "_epoch", "_length", "_pending", "_state", "_states")
 
     _state: weakref.ref[CacheState] | None  # the cache's; None once detached
     _contents: CacheContents | None  # None while a mark
     _epoch: int  # of the cache, when the mark was made
     _length: int
     _pending: tuple[int, ...]  # layers that held tokens beyond the length when it was marked
+    _states: tuple[StateLayer, ...]  # copies, of a mark
 
     def __init__(self) -> None:
         raise InvalidArgumentError("a KvCacheSnapshot is made by KVCache.snapshot()")
@@ -53,6 +55,7 @@ class KvCacheSnapshot:
         self._epoch = 0
         self._length = contents.length
         self._pending = ()
+        self._states = ()
         return self
 
     @property
@@ -67,7 +70,7 @@ class KvCacheSnapshot:
 
     @property
     def keys(self) -> tuple[np.ndarray, ...]:
-        """Keys of each layer, float32 (tokens, num_kv_heads, head_dim), decoded now; copies.
+        """Keys of each layer that has such, float32 (tokens, num_kv_heads, head_dim); copies.
 
         tokens are :attr:`length`, less those that the layer's window has dropped.
 
@@ -125,8 +128,10 @@ class KvCacheSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of stored keys and values it holds itself; 0 for a mark."""
-        return 0 if self._contents is None else self._contents.nbytes
+        """Bytes of what it holds itself: for a mark 0, or those of its copies of states."""
+        if self._contents is None:
+            return sum(state.nbytes for state in self._states)
+        return self._contents.nbytes
 
     def detach(self) -> KvCacheSnapshot:
         """Copy the quantized bytes, so that the snapshot no longer depends on its cache.
@@ -169,7 +174,7 @@ class KvCacheSnapshot:
                 f"beyond position {self._length} when this snapshot was taken: advance() over them "
                 "or truncate() first, and take another"
             )
-        contents = state.contents(self._length)
+        contents = state.contents(self._length, states=self._states)
         self._refuse_stale()  # nothing was overwritten meanwhile
         return contents
 
@@ -243,8 +248,16 @@ class KvCacheSnapshot:
 
 def snapshot(state: CacheState) -> KvCacheSnapshot:
     """Mark this moment of a cache."""
+    ahead = [i for i in state.ahead(state.length) if state.store_at[i] is None]
+    if ahead:
+        raise LayersOutOfStepError(
+            f"snapshot() marks position {state.length}, and {layer_names(ahead)} hold states that "
+            "have gone on: take it before they do, or advance() over their tokens",
+            layer=ahead[0],
+        )
     mark = KvCacheSnapshot.__new__(KvCacheSnapshot)
     mark._length = state.length  # first: what is overwritten after that lies above
+    mark._states = tuple(one.copy() for one in state.states)
     mark._epoch = state.overwrites.epoch
     mark._pending = tuple(state.ahead(mark._length))
     mark._state = weakref.ref(state)
@@ -267,6 +280,7 @@ def restore(state: CacheState, mark: object) -> None:
         )
     mark._refuse_stale()
     state.set_length(mark._length)
+    state.put_states(mark._states)
 
 
 def _holding(contents: CacheContents) -> CacheState:

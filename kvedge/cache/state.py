@@ -10,7 +10,7 @@ import numpy as np
 
 from kvedge.cache.overwrites import OverwriteLog
 from kvedge.core import checks, memory
-from kvedge.core.config import LayerConfig
+from kvedge.core.config import MAX_CAPACITY, LayerConfig
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.types import KeyVectors
 from kvedge.errors import (
@@ -28,6 +28,7 @@ from kvedge.layer.parts import contents_of
 from kvedge.layer.room import first_rows, keeps, reserve, room_until, set_end
 from kvedge.layer.store import LayerStore, PartContents
 from kvedge.rope import Turns
+from kvedge.states.layer import StateLayer, config_of, empty_state, own, put, reset
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
@@ -48,11 +49,15 @@ class CacheState:
     and attends to them. After going back, the bytes above are still there, up to the layer's
     high-water mark, and a later snapshot can be restored until something overwrites them.
 
+    States. `layers` are all, with their numbers; `stores` are those of keys and values, one after
+    the other, and `states` the others. A state that has been replaced for the next token is pending
+    too. It cannot go back to a position: snapshots have copies of it.
+
     Parameters
     ----------
     layer_types : mapping
         The backend's classes of layers.
-    layers : sequence of KvLayer
+    layers : sequence of KvLayer or StateLayer
         They stand at one position, and are changed through the cache alone from now on.
     max_seq_len : int or None
     key_rule : KeyRule
@@ -68,35 +73,43 @@ class CacheState:
         "high_water",  # list of int: tokens of each layer whose bytes are still there
         "key_rule",  # what layers take from their first tokens, those that can
         "layer_types",
-        "layers",  # tuple of KvLayer
+        "layers",  # tuple of KvLayer or StateLayer
         "length",
         "max_seq_len",
         "metadata",
+        "num_layers",  # int
         "num_query_heads",  # None: any multiple of the KV heads
         "overwrites",
         "room",  # tokens that every layer has room for, or fewer
+        "states",  # tuple of StateLayer
+        "store_at",  # tuple of LayerStore or None: by number of a layer, None of a state
         "stores",  # tuple of LayerStore: those of the layers
     )
 
     def __init__(
         self,
         layer_types: LayerTypes,
-        layers: Sequence[KvLayer],
+        layers: Sequence[KvLayer | StateLayer],
         max_seq_len: int | None,
         key_rule: KeyRule,
         metadata: Mapping[str, str],
     ) -> None:
         self.layer_types = layer_types
-        self.layers = tuple(layers)
-        self.stores: tuple[LayerStore, ...] = tuple(map(store_of, layers))
-        self.format = CacheFormat.of(store.config for store in self.stores)
+        self._hold(layers)
+        numbers = [i for i, layer in enumerate(layers) if isinstance(layer, StateLayer)]
+        self.format = CacheFormat.of(
+            (store.config for store in self.stores),
+            tuple(zip(numbers, map(config_of, self.states), strict=True)),
+        )
         for store in self.stores:
             store.frozen = True  # changed through the cache alone, which keeps the positions
+        for state in self.states:
+            own(state)
         self.has_windows = any(config.window is not None for config in self.format.layers)
         self.has_evicted = any(store.evicted_at for store in self.stores)
         self.max_seq_len = max_seq_len
         self.key_rule = key_rule
-        self.length: int = self.stores[0].end()
+        self.length: int = self.ends()[0]
         self.room = self.capacity
         self.high_water = [self.length] * self.num_layers
         self.overwrites = OverwriteLog()
@@ -114,12 +127,14 @@ class CacheState:
         key_scale: KeyVectors,
         metadata: Mapping[str, str],
         tokens: Sequence[int] | None = None,
+        states: Mapping[int, StateLayer] | None = None,
     ) -> Self:
         """Make the state of an empty cache, with room for ``tokens`` in each layer.
 
-        The arguments are checked but for the key offset and scale.
+        The arguments are checked but for the key offset and scale. ``states`` are taken over, with
+        their numbers among all layers; ``configs`` and ``tokens`` are of the others.
         """
-        layers = []
+        layers: list[KvLayer | StateLayer] = []
         with_offset = [config.keys_have_scales for config in configs]
         with_scale = [config.has_auto_scale for config in configs]
         offsets = _of_each(key_offset, "key_offset", configs, with_offset)
@@ -135,6 +150,8 @@ class CacheState:
                 checks.as_key_scale(scales[index], config),
             )
             layers.append(layer)
+        for number in sorted(states or {}):
+            layers.insert(number, (states or {})[number])
         rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str) and any(with_scale))
         return cls(layer_types, layers, max_seq_len, rule, metadata)
 
@@ -148,10 +165,13 @@ class CacheState:
         metadata: Mapping[str, str],
         tokens: Sequence[int],
     ) -> Self:
-        """As :meth:`new`, with the rule of another cache."""
+        """As :meth:`new`, with the rule of another cache, and states of zeros."""
+        states = {number: empty_state(config) for number, config in form.states}
         offset: Literal["auto"] | None = "auto" if key_rule.auto_offset else None
         scale: Literal["auto"] | None = "auto" if key_rule.auto_scale else None
-        return cls.new(layer_types, form.layers, max_seq_len, offset, scale, metadata, tokens)
+        return cls.new(
+            layer_types, form.layers, max_seq_len, offset, scale, metadata, tokens, states
+        )
 
     @classmethod
     def holding(
@@ -165,6 +185,8 @@ class CacheState:
         """Make the state of a cache that holds ``contents``."""
         held = [layer.num_tokens for layer in contents.layers]
         made = cls.empty(layer_types, contents.format, max_seq_len, key_rule, metadata, held)
+        for (number, _), state in zip(contents.format.states, contents.states, strict=True):
+            made.put_layer(number, state.copy())  # of its own class
         made.replace(contents)
         return made
 
@@ -178,25 +200,49 @@ class CacheState:
         made.eviction = None if self.eviction is None else self.eviction.copy()
         return made
 
-    def put_layer(self, index: int, layer: KvLayer) -> None:
-        """Hold another layer at an index; `format` is as it was."""
-        behind = index + 1
-        self.layers = (*self.layers[:index], layer, *self.layers[behind:])
-        self.stores = (*self.stores[:index], store_of(layer), *self.stores[behind:])
+    def put_layer(self, number: int, layer: KvLayer | StateLayer) -> None:
+        """Hold another layer in the place of one; `format` is as it was."""
+        self._hold([*self.layers[:number], layer, *self.layers[number + 1 :]])
+        if isinstance(layer, StateLayer):
+            own(layer)
 
-    @property
-    def num_layers(self) -> int:
-        """Layers."""
-        return len(self.stores)
+    def _hold(self, layers: Sequence[KvLayer | StateLayer]) -> None:
+        self.layers = tuple(layers)
+        self.num_layers = len(self.layers)
+        self.store_at: tuple[LayerStore | None, ...] = tuple(
+            None if isinstance(layer, StateLayer) else store_of(layer) for layer in layers
+        )
+        self.stores: tuple[LayerStore, ...] = tuple(
+            store for store in self.store_at if store is not None
+        )
+        self.states = tuple(layer for layer in layers if isinstance(layer, StateLayer))
+
+    def numbered(self) -> list[tuple[int, LayerStore]]:
+        """The layers of keys and values, with their numbers among all."""
+        return [(i, store) for i, store in enumerate(self.store_at) if store is not None]
+
+    def refuse_states(self, call: str) -> None:
+        """InvalidArgumentError if some layer holds a state, for a call that is about tokens."""
+        for number, store in enumerate(self.store_at):
+            if store is None:
+                raise self.no_tokens(number, call)
+
+    def no_tokens(self, number: int, call: str) -> InvalidArgumentError:
+        """What a call raises that is about keys and values, of a layer that holds a state."""
+        return InvalidArgumentError(
+            f"{call} needs keys and values, and layer {number} holds a state, "
+            f"{self.layers[number]!r}: replace() it, or step it by its own methods",
+            layer=number,
+        )
 
     @property
     def capacity(self) -> int:
         """Tokens there is memory reserved for now, those that windows have dropped included."""
-        return min(map(room_until, self.stores))
+        return min(map(room_until, self.stores), default=self.max_seq_len or MAX_CAPACITY)
 
     def make_room(self, n: int) -> None:
         """Reserve room for ``n`` more tokens in every layer."""
-        for index, store in enumerate(self.stores):
+        for index, store in self.numbered():
             try:
                 reserve(store, n)
             except CapacityExceededError as error:
@@ -215,7 +261,10 @@ class CacheState:
     # ---- positions -------------------------------------------------------------------------------
 
     def set_length(self, length: int) -> None:
-        """Go to a position that all layers keep."""
+        """Go to a position that all layers of keys and values keep; states at 0 begin anew."""
+        if not length:
+            for state in self.states:
+                reset(state)
         if not length and any(store.held().num_dropped for store in self.stores):
             self.forget_bytes()
         for store in self.stores:
@@ -230,7 +279,16 @@ class CacheState:
 
     def check_kept(self, length: int) -> None:
         """Raise unless every layer can go to a position."""
-        for index, store in enumerate(self.stores):
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, StateLayer) and length not in (0, layer.position):
+                raise PositionOutOfRangeError(
+                    f"cannot go to position {length}: layer {index} holds a state, which has seen "
+                    f"{layer.position} tokens and cannot be cut: restore() a snapshot() that was "
+                    "taken there",
+                    got=length,
+                    layer=index,
+                )
+        for index, store in self.numbered():
             if not keeps(store, length):
                 if store.evicted_at:
                     raise PositionOutOfRangeError(
@@ -252,7 +310,7 @@ class CacheState:
                 f"{call} needs all layers at position {self.length}, but {layer_names(ahead)} "
                 f"{hold} tokens beyond it: advance() over them or truncate() first",
                 expected=self.length,
-                got=self.stores[ahead[0]].end(),
+                got=self.ends()[ahead[0]],
                 layer=ahead[0],
             )
 
@@ -267,15 +325,24 @@ class CacheState:
 
     def ahead(self, length: int) -> list[int]:
         """Layers with tokens beyond the length, which are pending."""
-        return [i for i, store in enumerate(self.stores) if store.end() != length]
+        return [i for i, end in enumerate(self.ends()) if end != length]
+
+    def ends(self) -> list[int]:
+        """Tokens that each layer has been given."""
+        return [
+            layer.position if isinstance(layer, StateLayer) else store_of(layer).end()
+            for layer in self.layers
+        ]
 
     def lacking(self, length: int) -> LayersOutOfStepError:
         """What advance() raises where layers have not been given their tokens."""
-        lacking = [i for i, store in enumerate(self.stores) if store.end() < length]
-        held = min(self.stores[i].end() for i in lacking)
+        ends = self.ends()
+        lacking = [i for i, end in enumerate(ends) if end < length]
+        held = min(ends[i] for i in lacking)
         return LayersOutOfStepError(
             f"cannot advance to position {length}: {layer_names(lacking)} of {self.num_layers} "
-            f"lack tokens (the shortest holds {held}): append to them first",
+            f"lack tokens (the shortest holds {held}): append to them first"
+            + (", replace or step the states" if self.states else ""),
             expected=length,
             got=held,
             layer=lacking[0],
@@ -283,10 +350,27 @@ class CacheState:
 
     # ---- all that is held ------------------------------------------------------------------------
 
-    def contents(self, upto: int | None = None, *, copy: bool = True) -> CacheContents:
-        """Return the stored bytes of each layer, up to a position or of all tokens it holds."""
+    def contents(
+        self,
+        upto: int | None = None,
+        *,
+        copy: bool = True,
+        states: tuple[StateLayer, ...] | None = None,
+    ) -> CacheContents:
+        """Return the stored bytes of each layer, up to a position or of all tokens it holds.
+
+        `states` are those at the position, where the cache's own have gone on.
+        """
         length = self.length if upto is None else upto  # first: layers never hold less
-        return contents_of_stores(self.stores, self.format, length, upto, copy=copy)
+        held = self.states if states is None else states
+        return contents_of_stores(
+            self.stores,
+            self.format,
+            length,
+            upto,
+            copy=copy,
+            states=tuple(state.copy() for state in held) if copy else held,
+        )
 
     def replace(self, contents: CacheContents) -> None:
         """Hold what ``contents`` holds, and nothing else; all or nothing."""
@@ -294,7 +378,7 @@ class CacheState:
             raise ShapeMismatchError(
                 f"the snapshot is of {contents.format}, this cache is {self.format}"
             )
-        for index, (store, tokens) in enumerate(zip(self.stores, contents.layers, strict=True)):
+        for (index, store), tokens in zip(self.numbered(), contents.layers, strict=True):
             try:
                 reserve(store, max(0, tokens.num_tokens - len(store)))
             except CapacityExceededError as error:
@@ -307,6 +391,12 @@ class CacheState:
             contents.length,
             [(t.num_tokens, t.key_map, t.num_dropped, t.parts, t.turns) for t in contents.layers],
         )
+        self.put_states(contents.states)
+
+    def put_states(self, states: Sequence[StateLayer]) -> None:
+        """Let the states be as others of the same format are."""
+        for state, other in zip(self.states, states, strict=True):
+            put(state, other.arrays.values(), other.position)
 
     def adopt(self, length: int, layers: Sequence[Adopted]) -> None:
         """Take over bytes that were put into the slabs of each layer."""
@@ -323,7 +413,7 @@ class CacheState:
             if dropped and store.config.window is None:  # what is left is taken for all there is
                 store.evicted_at = dropped + tokens
         self.has_evicted = any(store.evicted_at for store in self.stores)
-        self.high_water = [store.end() for store in self.stores]
+        self.high_water = self.ends()
         self.length = length
         self.room = self.capacity
 
@@ -335,8 +425,9 @@ def contents_of_stores(
     upto: int | None = None,
     *,
     copy: bool = True,
+    states: tuple[StateLayer, ...] = (),
 ) -> CacheContents:
-    """The stored bytes of layers, up to a position or of all tokens they hold."""
+    """The stored bytes of layers, up to a position or of all tokens they hold, and states."""
     layers = []
     for index, store in enumerate(stores):
         held = store.held()
@@ -358,7 +449,7 @@ def contents_of_stores(
                 turns=store.turns if n else None,
             )
         )
-    return CacheContents(form, length, tuple(layers))
+    return CacheContents(form, length, tuple(layers), states)
 
 
 def _of_each(

@@ -96,8 +96,8 @@ class KeyRule(NamedTuple):
     @classmethod
     def of_any(cls, rules: Iterable[KeyRule]) -> KeyRule:
         """What some layer of a cache has."""
-        offsets, scales, _ = zip(*rules, strict=True)
-        return cls(any(offsets), any(scales))
+        held = tuple(rules)
+        return cls(any(rule.auto_offset for rule in held), any(rule.auto_scale for rule in held))
 
     def is_open(self, key_map: KeyMap) -> bool:
         """Whether the next append may change the map."""

@@ -245,6 +245,7 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
 
 def _check_shareable(path: str, source: CacheState) -> None:
     try:
+        source.refuse_states("a context over processes")
         for config in source.format.layers:
             check_shareable(config)
     except InvalidArgumentError as error:

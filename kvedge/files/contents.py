@@ -13,30 +13,35 @@ from kvedge.core.key_map import KeyMap
 from kvedge.core.pickled import PickledByFields
 from kvedge.layer.store import PartContents
 from kvedge.rope import Turns
+from kvedge.states.layer import StateConfig, StateLayer
 
 __all__ = ["CacheContents", "CacheFormat", "LayerContents"]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheFormat:
+@dataclass(frozen=True)
+class CacheFormat(PickledByFields):
     """What must be equal for the bytes of one cache to mean the same in another."""
 
     layers: tuple[LayerConfig, ...]  # without regard to room: of one row each, without a limit
+    states: tuple[tuple[int, StateConfig], ...] = ()  # and their numbers among all layers
 
     @classmethod
-    def of(cls, configs: Iterable[LayerConfig]) -> CacheFormat:
+    def of(
+        cls, configs: Iterable[LayerConfig], states: tuple[tuple[int, StateConfig], ...] = ()
+    ) -> CacheFormat:
         """The format of layers as in `configs`."""
         known: dict[LayerConfig, LayerConfig] = {}  # equal ones are one object
         plain = (replace(config, capacity=1, limit=None) for config in configs)
-        return cls(tuple(known.setdefault(config, config) for config in plain))
+        return cls(tuple(known.setdefault(config, config) for config in plain), states)
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """Layers of keys and values."""
         return len(self.layers)
 
     def __str__(self) -> str:
         counts = Counter(map(_layer_text, self.layers))  # in the order of their first layers
+        counts.update(f"state of {config}" for _, config in self.states)
         return ", ".join(f"{count} layers x {text}" for text, count in counts.items())
 
 
@@ -76,18 +81,19 @@ class LayerContents(PickledByFields):
         return len(self.key_codes)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheContents:
+@dataclass(frozen=True)
+class CacheContents(PickledByFields):
     """All that a cache holds, apart from its memory: what is copied, pickled and detached."""
 
     format: CacheFormat
     length: int  # tokens that all layers hold; a layer may hold more
     layers: tuple[LayerContents, ...]
+    states: tuple[StateLayer, ...] = ()  # in the order of the format's
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(
+        return sum(state.nbytes for state in self.states) + sum(
             array.nbytes
             for layer in self.layers
             for arrays in (layer.arrays, *(part.arrays for part in layer.parts))

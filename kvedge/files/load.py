@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, TypeVar
 import numpy as np
 
 from kvedge.core import checks, memory
-from kvedge.core.config import MAX_LAYERS, LayerConfig
+from kvedge.core.config import MAX_CAPACITY, MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
@@ -31,6 +31,7 @@ from kvedge.errors import (
     InvalidArgumentError,
     KvedgeError,
     MissingExtraError,
+    NonFiniteInputError,
     OutOfMemoryError,
 )
 from kvedge.files.contents import CacheFormat
@@ -43,13 +44,17 @@ from kvedge.files.session import (
     KEY_TURNS,
     LAYERS,
     MAX_HEADER,
+    NO_LAYER,
     PARTS,
+    STATE_FILE_TYPES,
+    STATES,
     USER,
     VALUE_DTYPE,
     VALUE_HEAD_DIM,
     VALUE_ROTATION,
     VERSION,
     VERSION_OF_RUNS,
+    VERSION_OF_STATES,
     digest,
     file_types,
     layers_field,
@@ -61,6 +66,15 @@ from kvedge.layer.parts import last_rows, part_key_map, runs_end
 from kvedge.layer.reading import block_tokens
 from kvedge.layer.store import LayerStore, PartContents
 from kvedge.rope import Rotation, Turns
+from kvedge.states.layer import (
+    MAX_ARRAYS,
+    MAX_AXES,
+    StateConfig,
+    StateLayer,
+    bits_of,
+    check_finite,
+    check_name,
+)
 
 if TYPE_CHECKING:
     pass  # type checkers bring it along
@@ -77,6 +91,8 @@ _MAX_ENTRY = 200
 _SIZES = {row.file_type: row.codes.itemsize for row in FORMATS.values()} | {
     row.file_type: row.dtype.itemsize for row in SCALE_TYPES.values()
 }
+_STATE_DTYPES = {file_type: dtype for dtype, file_type in STATE_FILE_TYPES.items()}
+_STATE_NAME = re.compile(r"states\.(0|[1-9][0-9]{0,3})\.(\w+)", re.ASCII)
 
 
 class _Cache(Protocol):
@@ -84,6 +100,8 @@ class _Cache(Protocol):
 
     @property
     def stores(self) -> tuple[LayerStore, ...]: ...
+    @property
+    def states(self) -> tuple[StateLayer, ...]: ...
     def adopt(
         self,
         length: int,
@@ -147,12 +165,16 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
     if header is None:
         return None
     fields, tensors = header
-    form, length, max_seq_len, dropped = _read_fields(path, fields)
+    of_states = {name: one for name, one in tensors.items() if name.startswith(STATES)}
+    tensors = {name: one for name, one in tensors.items() if name not in of_states}
+    states = _read_states(path, of_states)
+    form, length, max_seq_len, dropped = _read_fields(path, fields, states)
     tokens = [length - num_dropped for num_dropped in dropped]
-    _check_tensors(path, tensors, form, tokens, dropped, file_types(fields))
+    type_of = file_types(fields, {name: one.dtype for name, one in of_states.items()})
+    _check_tensors(path, tensors, form, tokens, dropped, type_of)
     user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
     rule = KeyRule(fields["key_offset"] == AUTO, KEY_SCALE in fields)
-    mapped = mmap and length > 0
+    mapped = mmap and length > 0 and form.layers
     # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
     # reserved is refused whichever way it is loaded.
     cache = _reserve(path, make, form, max_seq_len, rule, user, tokens)
@@ -161,8 +183,14 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
     else:
         _read(path, file, tensors, cache, tokens)
     arrays = _loaded_arrays(path, file, tensors, cache, tokens)
-    if digest(fields, arrays, file_types(fields)) != fields["sha256"]:
+    in_states = _loaded_states(path, file, of_states, form, cache)
+    if digest(fields, arrays | in_states, type_of) != fields["sha256"]:
         _corrupt(path, "its content does not match its sha256: it was changed or damaged")
+    for name, array in in_states.items():
+        try:
+            check_finite(array, f"tensor {name}", _STATE_DTYPES[of_states[name].dtype])
+        except NonFiniteInputError as error:
+            _corrupt(path, str(error), error)
     for name, array in arrays.items():
         config = form.layers[int(name.split(".")[1])]
         if len(name.split(".")) == 4:
@@ -182,6 +210,8 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
             _check_key_map(path, index, store.config, stored, part.key_map)
     turns = _read_turns(path, fields.get(KEY_TURNS), form)
     cache.adopt(length, list(zip(tokens, maps, dropped, parts, turns, strict=True)))
+    for state in cache.states:
+        state.advance(length)
     return cache
 
 
@@ -201,13 +231,20 @@ def _check_header_size(path: str, file: BinaryIO) -> None:
         num_layers = int(count) if count.isascii() and count.isdigit() and len(count) <= 9 else 0
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
-    _check_num_layers(path, num_layers)
-    if len(text) - end > _MAX_TENSORS * num_layers * _MAX_ENTRY:
+    least = _least_layers(fields)
+    _check_num_layers(path, num_layers, least)
+    most = _MAX_TENSORS * num_layers + (0 if least else MAX_ARRAYS * (MAX_LAYERS - num_layers))
+    if len(text) - end > most * _MAX_ENTRY:
         _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
 
 
-def _check_num_layers(path: str, num_layers: int) -> None:
-    if not 1 <= num_layers <= MAX_LAYERS:
+def _least_layers(fields: Mapping[str, str]) -> int:
+    """Layers of keys and values that a file has at least: beside states it may have none."""
+    return 0 if fields.get("format_version") == VERSION_OF_STATES else 1
+
+
+def _check_num_layers(path: str, num_layers: int, least: int) -> None:
+    if not least <= num_layers <= MAX_LAYERS:
         _corrupt(path, f"its num_layers is {num_layers}, not 1 to {MAX_LAYERS} layers")
 
 
@@ -241,7 +278,7 @@ def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _
         _corrupt(path, f"it is no safetensors file, or damaged or cut short: {error}", error)
     nbytes = []
     for name, dtype, shape in found:
-        if dtype not in _SIZES:
+        if dtype not in _SIZES:  # those of states among them
             _corrupt(path, f"tensor {name} is of dtype {dtype}, which kvedge never writes")
         nbytes.append(math.prod(shape) * _SIZES[dtype])
     # The format has no gaps: tensors follow each other and end with the file.
@@ -253,17 +290,46 @@ def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _
     return fields, tensors
 
 
+def _read_states(path: str, tensors: Mapping[str, _Tensor]) -> tuple[tuple[int, StateConfig], ...]:
+    """Layers that hold states, with their numbers, as the names and shapes of tensors tell."""
+    found: dict[int, dict[str, _Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _STATE_NAME.fullmatch(name)
+        try:
+            known = match is not None and check_name(match[2])
+        except InvalidArgumentError:
+            known = False
+        axes = len(tensor.shape)
+        if match is None or not known or tensor.dtype not in _STATE_DTYPES:
+            _corrupt(path, f"tensor {name[:60]} is of no state that kvedge writes")
+        if not tensor.nbytes or not 1 <= axes <= MAX_AXES:
+            _corrupt(path, f"tensor {name} of shape {tensor.shape} is no array of a state")
+        found.setdefault(int(match[1]), {})[match[2]] = tensor
+    states = []
+    for number, arrays in sorted(found.items()):
+        if len(arrays) > MAX_ARRAYS:
+            _corrupt(path, f"layer {number} has {len(arrays)} arrays, more than a state holds")
+        held = sorted(arrays.items())
+        config = StateConfig(
+            tuple(name for name, _ in held),
+            tuple(_STATE_DTYPES[tensor.dtype] for _, tensor in held),
+            tuple(tensor.shape for _, tensor in held),
+        )
+        states.append((number, config))
+    return tuple(states)
+
+
 def _read_fields(
-    path: str, fields: Mapping[str, str]
+    path: str, fields: Mapping[str, str], states: tuple[tuple[int, StateConfig], ...]
 ) -> tuple[CacheFormat, int, int | None, list[int]]:
     """Format, length, max_seq_len, and how many tokens each layer has dropped."""
     if fields.get("format") != FORMAT:
         _corrupt(path, "it is a safetensors file, but not of a kvedge cache")
-    if fields.get("format_version") not in (VERSION, VERSION_OF_RUNS):
+    if fields.get("format_version") not in (VERSION, VERSION_OF_RUNS, VERSION_OF_STATES):
         _corrupt(
             path,
             f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
-            f"{VERSION!r} and {VERSION_OF_RUNS!r}: it is damaged, or a newer kvedge wrote it",
+            f"{VERSION!r} to {VERSION_OF_STATES!r}: it is damaged, or a newer kvedge wrote it",
         )
     missing = [name for name in (*FIELDS, "sha256") if name not in fields]
     if missing:
@@ -285,6 +351,8 @@ def _read_fields(
     dtypes = (fields["dtype"], fields.get(VALUE_DTYPE, fields["dtype"]))
     if VALUE_DTYPE in fields and dtypes[0] == dtypes[1]:
         _corrupt(path, f"its {VALUE_DTYPE} is its dtype, which kvedge never writes")
+    if fields["num_layers"] == "0":
+        _check_no_layers(path, fields)
     has_scales = _have_scales(*dtypes)
     may_have_scales = has_scales or LAYERS in fields
     if fields["key_offset"] not in (("", "auto") if may_have_scales else ("",)):
@@ -303,7 +371,9 @@ def _read_fields(
     if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
         _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
     num_layers = _number(path, fields, "num_layers")
-    _check_num_layers(path, num_layers)
+    _check_num_layers(path, num_layers, _least_layers(fields))
+    if states and not states[-1][0] < num_layers + len(states) <= MAX_LAYERS:
+        _corrupt(path, f"it has a state in layer {states[-1][0]}, and not so many layers")
     length = _number(path, fields, "length")
     max_seq_len = _number(path, fields, "max_seq_len") if fields["max_seq_len"] else None
     head_dim = value_head_dim = _number(path, fields, "head_dim")
@@ -311,6 +381,11 @@ def _read_fields(
         value_head_dim = _number(path, fields, VALUE_HEAD_DIM)
         if value_head_dim == head_dim:
             _corrupt(path, f"its {VALUE_HEAD_DIM} is its head_dim, which kvedge never writes")
+    if num_layers == 0:
+        most = MAX_CAPACITY if max_seq_len is None else max_seq_len
+        if not states or not length <= most <= MAX_CAPACITY or max_seq_len == 0:
+            _corrupt(path, f"it holds {length} tokens in no layer, or beyond its max_seq_len")
+        return CacheFormat((), states), length, max_seq_len, []
     try:
         config = checks.layer_config(
             fields["dtype"],
@@ -335,12 +410,13 @@ def _read_fields(
     configs, dropped = [config] * num_layers, [0] * num_layers
     if LAYERS in fields:
         configs, dropped = _read_layers(path, fields[LAYERS], config, num_layers, length)
-    form = CacheFormat.of(configs)
+    form = CacheFormat.of(configs, states)
     if fields["format_version"] != version_of(form):
         _corrupt(
             path,
             f"its format_version is {fields['format_version']!r}, and that of what it holds "
-            f"{version_of(form)!r}: runs of 32 tokens lay otherwise before version 2",
+            f"{version_of(form)!r}: runs of 32 tokens lay otherwise before version 2, states are "
+            "in version 3 alone",
         )
     if fields["key_offset"] and not any(config.keys_have_scales for config in form.layers):
         _corrupt(path, "its key_offset is for keys with scales, and it has none")
@@ -350,6 +426,22 @@ def _read_fields(
     if fields.get(LAYERS, "") != layers_field(form, dropped):
         _corrupt(path, f"its {LAYERS} are not as kvedge writes them")
     return form, length, max_seq_len, dropped
+
+
+def _check_no_layers(path: str, fields: Mapping[str, str]) -> None:
+    """Refuse what a file tells of keys and values that has states alone."""
+    wanted = {
+        "num_kv_heads": str(NO_LAYER.num_kv_heads),
+        "head_dim": str(NO_LAYER.head_dim),
+        "dtype": NO_LAYER.dtype,
+        "group_size": str(NO_LAYER.group_size),
+        "scale_dtype": NO_LAYER.scale_dtype,
+        "key_offset": "",
+    }
+    other = [name for name, text in wanted.items() if fields[name] != text]
+    other += [n for n in fields if n not in (*FIELDS, "sha256") and not n.startswith(USER)]
+    if other:
+        _corrupt(path, f"its {other[0][:40]} is not that of a file of states alone")
 
 
 def _read_turns(path: str, text: str | None, form: CacheFormat) -> list[Turns | None]:
@@ -608,11 +700,28 @@ def _loaded_arrays(
     return arrays
 
 
+def _loaded_states(
+    path: str,
+    file: BinaryIO,
+    tensors: Mapping[str, _Tensor],
+    form: CacheFormat,
+    cache: _Cache,
+) -> dict[str, np.ndarray]:
+    """Read states into the layers of an empty cache, and return their arrays by tensor."""
+    arrays = {}
+    for (number, _), state in zip(form.states, cache.states, strict=True):
+        for name, array in state.arrays.items():
+            tensor = f"{STATES}{number}.{name}"
+            _read_into(path, file, tensors[tensor], array)
+            arrays[tensor] = array
+    return arrays
+
+
 def _read_into(path: str, file: BinaryIO, tensor: _Tensor, array: np.ndarray) -> None:
     if not array.size:
         return
     file.seek(tensor.offset)
-    count = file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
+    count = file.readinto(bits_of(array))  # type: ignore[attr-defined]
     if count != tensor.nbytes:
         _corrupt(path, f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
 

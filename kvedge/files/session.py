@@ -11,14 +11,19 @@ The format is safetensors, which other tools can read. Per layer i it holds
                                                      or values are in such: (runs, num_kv_heads,
                                                      bytes) U8, and rows of a side that is not
 
+where i counts layers of keys and values alone. Of each layer n, of all, that holds a state
+
+    states.{n}.{name}                                its arrays, of any shape, F32, F16 or BF16
+
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
 values have another type and width than keys, ``value_rotation`` where they are stored rotated,
 ``key_scale`` where layers take theirs from their first tokens, ``recent``, ``sinks`` and
 ``recent_dtype`` where first or last tokens are held in another format too, ``layers`` where layers
 differ or have windows, ``key_turns`` where keys were shifted, and are stored as they were before
 that, ``sha256`` over everything else, and the user's own under "user.".
-``format_version`` is 1, or 2 where a layer holds runs. tokens are
-length, less those that the layer's window has dropped, or that were evicted.
+``format_version`` is 1, or 2 where a layer holds runs, or 3 where one holds a state. tokens are
+length, less those that the layer's window has dropped, or that were evicted. Where all layers hold
+states, num_layers is 0, as are the other numbers of what there is none of.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
 
@@ -49,6 +54,10 @@ FORMAT = "kvedge"
 VERSION = "1"
 #: Of files that hold runs, in which codes lay otherwise before any release.
 VERSION_OF_RUNS = "2"
+#: Of files that hold states, with or without runs.
+VERSION_OF_STATES = "3"
+STATES = "states."  # prefix of their tensors
+STATE_FILE_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 USER = "user."  # prefix of the user's metadata
 FIELDS = (
     "format",
@@ -75,6 +84,8 @@ PARTS = ("first", "last", "runs")  # tensors of such: layers.{i}.PART.NAME; runs
 LAYERS = "layers"
 # A field of files whose keys are still to be turned: JSON, see `turns_field`.
 KEY_TURNS = "key_turns"
+#: What the fields tell of layers of keys and values where there are none.
+NO_LAYER = LayerConfig("int8", 1, 0, 0, 0, 0, "float32")
 # The safetensors package refuses headers of more than 10^8 bytes. Half is left to the tensors.
 MAX_HEADER = 100_000_000
 _MAX_METADATA = 50_000_000
@@ -120,7 +131,7 @@ def pieces(
     tensors = _tensors(contents)
     fields = _fields(contents, cache)
     fields.update(_user_fields(cache.metadata if metadata is None else metadata))
-    type_of = file_types(fields)
+    type_of = file_types(fields, _types_of_states(contents.format))
     fields["sha256"] = digest(fields, tensors, type_of)
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     yield header(fields, {name: tensors[name] for name in names}, type_of)
@@ -166,16 +177,31 @@ def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
         for part, contents_of_part in zip(PARTS, layer.parts, strict=False):
             for name, array in zip(memory.Slabs._fields, contents_of_part.arrays, strict=True):
                 tensors[f"layers.{index}.{part}.{name}"] = np.ascontiguousarray(array)
+    for (number, _), state in zip(contents.format.states, contents.states, strict=True):
+        for name, array in state.arrays.items():
+            tensors[f"{STATES}{number}.{name}"] = array
     return tensors
+
+
+def _types_of_states(form: CacheFormat) -> dict[str, str]:
+    """Safetensors' names of the types of states, by the names of their tensors."""
+    return {
+        f"{STATES}{number}.{name}": STATE_FILE_TYPES[dtype]
+        for number, config in form.states
+        for name, dtype in zip(config.names, config.dtypes, strict=True)
+    }
 
 
 def version_of(form: CacheFormat) -> str:
     """The version of files of such layers."""
+    if form.states:
+        return VERSION_OF_STATES
     return VERSION_OF_RUNS if any(layer.in_runs for layer in form.layers) else VERSION
 
 
 def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
-    form, first = contents.format, contents.format.layers[0]
+    form = contents.format
+    first = form.layers[0] if form.layers else NO_LAYER
     values = (
         FORMAT,
         version_of(form),
@@ -227,6 +253,8 @@ def turns_field(turns: Sequence[Turns | None]) -> str:
 
 def layers_field(form: CacheFormat, dropped: Sequence[int]) -> str:
     """What each layer has that the file's own fields do not say of all; "" if that is nothing."""
+    if not form.layers:
+        return ""
     common = _own_fields(replace(form.layers[0], window=None), 0)
     layers = []
     for config, num_dropped in zip(form.layers, dropped, strict=True):
@@ -283,11 +311,18 @@ def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
 # ---- what files hold -----------------------------------------------------------------------------
 
 
-def file_types(fields: Mapping[str, str]) -> Callable[[str], str]:
-    """Safetensors' name of the type of a tensor, by the tensor's name, in a file of such fields."""
+def file_types(
+    fields: Mapping[str, str], of_states: Mapping[str, str] | None = None
+) -> Callable[[str], str]:
+    """Safetensors' name of the type of a tensor, by the tensor's name, in a file of such fields.
+
+    Those of states are what they are: `of_states` has them.
+    """
     layers = json.loads(fields[LAYERS]) if LAYERS in fields else None
 
     def type_of(name: str) -> str:
+        if of_states and name in of_states:
+            return of_states[name]
         own = layers[int(name.split(".")[1])] if layers else {}
         column = name.rpartition(".")[2]
         if len(name.split(".")) == 4:

@@ -212,7 +212,8 @@ def _unwritable(
         return None
     blocks, table = pool.blocks, sequence.table
     block = int(table[last])
-    if blocks.references[block] > 1 or block in blocks.prefixes:
+    written = token - last * pool.block_size  # the first row
+    if blocks.references[block] > 1 or blocks.prefixes.rows(block) > written:
         return int(last)
     if pool.readings.reach(layer, table, last, token):
         return int(last)

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvedge.cache.cache import KVCache
 from kvedge.core import checks, registry
+from kvedge.core.kivi import RUN
 from kvedge.core.options import (
     AttendArguments,
     BatchArguments,
@@ -453,11 +454,12 @@ class PagedKvCache:
         token_ids: Sequence[int] | np.ndarray,
         *,
         namespace: str | None = None,
+        partial: bool = False,
     ) -> None:
         """Tell which token ids a sequence was computed from, so that others can share its blocks.
 
-        Only full blocks are registered, and they stay to be found when the sequence is dropped,
-        until their memory is needed. Call it again when a sequence has become longer.
+        Full blocks are registered, and they stay to be found when the sequence is dropped, until
+        their memory is needed. Call it again when a sequence has become longer.
 
         Parameters
         ----------
@@ -467,6 +469,9 @@ class PagedKvCache:
         namespace : str, optional
             Whatever keys depend on beside token ids, or may not be shared across: a tenant, an
             adapter, the digest of an image. Only the same namespace finds these blocks.
+        partial : bool
+            Register the tokens of the last, partly filled block too, of which ``match_prefix`` with
+            `partial` makes copies; the sequence goes on in it. They are in no file.
 
         Raises
         ------
@@ -479,12 +484,14 @@ class PagedKvCache:
         state = self._state
         with state.pool.lock:
             sequence, ids = state.sequence(seq), as_token_ids(token_ids)
-            space = as_namespace(namespace)
+            space, partial = as_namespace(namespace), checks.as_bool(partial, "partial")
             if len(ids) > sequence.length:
                 raise ShapeMismatchError(
                     f"{len(ids)} token ids for the {sequence.length} tokens of sequence {seq}"
                 )
-            state.pool.blocks.prefixes.add(ids, space, sequence.table.tolist())
+            if state.pool.config.in_runs:  # of which whole ones are in blocks
+                ids = ids[: len(ids) // RUN * RUN]
+            state.pool.blocks.prefixes.add(ids, space, sequence.table.tolist(), partial=partial)
 
     def match_prefix(
         self,
@@ -492,6 +499,7 @@ class PagedKvCache:
         *,
         leave: int = 0,
         namespace: str | None = None,
+        partial: bool = False,
     ) -> tuple[int, int]:
         """Begin a sequence with the longest registered prefix of some tokens, sharing its blocks.
 
@@ -504,13 +512,16 @@ class PagedKvCache:
             prompt to say what comes next: leave=1.
         namespace : str, optional
             As of :meth:`register`.
+        partial : bool
+            Where the tokens part with what is known inside a block, copy that block, if one is
+            free, and keep the rows of the tokens that agree; rows that lie in runs by runs of 32.
 
         Returns
         -------
         seq : int
             A new sequence, which holds the first `n` of the tokens.
         n : int
-            A multiple of the block size; 0 where nothing is known.
+            A multiple of the block size, but with `partial`; 0 where nothing is known.
 
         Raises
         ------
@@ -526,10 +537,9 @@ class PagedKvCache:
         leave = checks.as_int(leave, "leave")
         if leave < 0:
             raise InvalidArgumentError(f"leave must be at least 0, not {leave}")
-        pool = self._state.pool
+        pool, partial = self._state.pool, checks.as_bool(partial, "partial")
         with pool.lock:
-            table = pool.blocks.match(ids[: max(0, len(ids) - leave)], space)
-            n = len(table) * pool.block_size
+            table, n = pool.match(ids[: max(0, len(ids) - leave)], space, partial=partial)
             sequence = SequenceState(pool.num_layers, table, n, pool.new_parts(n))
             return self._state.add(sequence), n
 

@@ -77,7 +77,9 @@ def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.Pat
     known = blocks.prefixes.nodes()  # (block, parent, ids), parents first
     used[[block for block, _, _ in known]] = pool.block_size
     held = {block for table in tables for block in table.tolist()}
-    idle = [*blocks.idle]  # and those that only snapshots, calls or other caches hold
+    full = {block for block, _, _ in known}  # tails are not saved
+    # And those that only snapshots, calls or other caches hold.
+    idle = [block for block in blocks.idle if block in full]
     idle += [block for block, _, _ in known if block not in held and block not in blocks.idle]
     used[list(held)] = np.maximum(used[list(held)], 1)  # perhaps with no run yet
     saved = np.flatnonzero(used)

@@ -183,11 +183,14 @@ class KnownBlocks(BlockOwners):
         self.hold(blocks)
         return blocks
 
-    def match(self, token_ids: np.ndarray, namespace: bytes) -> np.ndarray:
-        """As :meth:`find`, counted as a hit or a miss."""
-        blocks = np.array(self.prefixes.match(token_ids, namespace), np.int32)
+    def match(
+        self, token_ids: np.ndarray, namespace: bytes, *, partial: bool
+    ) -> tuple[np.ndarray, int, int]:
+        """As :meth:`find`, counted as a hit or a miss, and what may be copied of one block more."""
+        found, source, n = self.prefixes.match(token_ids, namespace, partial=partial)
+        blocks = np.array(found, np.int32)
         self.hold(blocks)
-        return blocks
+        return blocks, source, n
 
     def forget(self, block: int) -> None:
         """Let a prefix that ends in or goes through this block be found no more."""

@@ -7,11 +7,15 @@ can never be taken for one another. A namespace (of a tenant, an adapter, an ima
 the first block's ids, so that prefixes of different namespaces have no block in common. (vLLM's
 automatic prefix caching chains hashes instead; SGLang's radix tree,
 https://arxiv.org/abs/2312.07104, is this one with nodes of any length.)
+
+Of a block whose tokens agree only at first, these can be had as a copy; and a sequence's last
+block, partly filled, can be made known for that: a tail, which hangs on a node beside its children.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -23,15 +27,27 @@ MAX_TOKEN_ID = 2**63 - 1
 
 
 class _Node:
-    """A full block that can be found."""
+    """A full block that can be found, or a tail."""
 
-    __slots__ = ("block", "children", "ids", "parent")
+    __slots__ = ("block", "children", "ids", "namespace", "parent", "tails")
 
-    def __init__(self, parent: _Node | None, ids: bytes, block: int) -> None:
+    def __init__(
+        self, parent: _Node | None, ids: bytes, block: int, namespace: bytes | None = None
+    ) -> None:
         self.parent = parent  # None: the root, or taken out of the tree
         self.ids = ids
         self.block = block
+        self.namespace = namespace  # of a tail: what would stand before its ids; else None
         self.children: dict[bytes, _Node] = {}
+        self.tails: dict[tuple[bytes, bytes], _Node] = {}  # by namespace and ids
+
+    def take_out(self) -> None:
+        """Let the parent have this one no more."""
+        assert self.parent is not None
+        if self.namespace is None:
+            del self.parent.children[self.ids]
+        else:
+            del self.parent.tails[self.namespace, self.ids]
 
 
 class PrefixTree:
@@ -71,16 +87,66 @@ class PrefixTree:
             node = child
         return blocks
 
-    def match(self, token_ids: np.ndarray, namespace: bytes) -> list[int]:
-        """As :meth:`find`, counted as a hit or a miss."""
+    def match(
+        self, token_ids: np.ndarray, namespace: bytes, *, partial: bool = False
+    ) -> tuple[list[int], int, int]:
+        """As :meth:`find`, counted as a hit or a miss.
+
+        Returns
+        -------
+        blocks : list of int
+        source, n : int
+            If `partial`: the block whose first `n` tokens come next, as many as any has; or -1, 0.
+        """
         blocks = self.find(token_ids, namespace)
-        if blocks:
+        source, n = self._begun(token_ids, namespace, blocks) if partial else (-1, 0)
+        if blocks or n:
             self.hits += 1
         else:
             self.misses += 1
-        return blocks
+        return blocks, source, n
 
-    def add(self, token_ids: np.ndarray, namespace: bytes, blocks: Sequence[int]) -> None:
+    def _begun(
+        self, token_ids: np.ndarray, namespace: bytes, blocks: Sequence[int]
+    ) -> tuple[int, int]:
+        """The block after full ones that shares most tokens with what comes next, and how many."""
+        node = self._nodes[blocks[-1]] if blocks else self._root
+        start = len(blocks) * self._block_size
+        wanted = token_ids[start : start + self._block_size]
+        space = b"" if blocks else namespace
+        full = len(space) + 8 * self._block_size
+        candidates = [
+            (child.block, child.ids[len(space) :])
+            for child in node.children.values()
+            if len(child.ids) == full and child.ids.startswith(space)
+        ]
+        candidates += [
+            (tail.block, tail.ids) for tail in node.tails.values() if tail.namespace == space
+        ]
+        best = (-1, 0)
+        for block, ids in candidates:
+            known = np.frombuffer(ids, np.int64)[: len(wanted)]
+            other = np.flatnonzero(known != wanted[: len(known)])
+            n = int(other[0]) if len(other) else len(known)
+            if n > best[1]:
+                best = (block, n)
+        return best
+
+    def rows(self, block: int) -> int:
+        """So many first rows of a block can be found; 0: it is not known."""
+        node = self._nodes.get(block)
+        if node is None:
+            return 0
+        return self._block_size if node.namespace is None else len(node.ids) // 8
+
+    def add(
+        self,
+        token_ids: np.ndarray,
+        namespace: bytes,
+        blocks: Sequence[int],
+        *,
+        partial: bool = False,
+    ) -> None:
         """Make full blocks known.
 
         Where another block is known by the same prefix already, that one stays.
@@ -93,6 +159,8 @@ class PrefixTree:
             Of :func:`as_namespace`.
         blocks : sequence of int
             At least n // block_size, the blocks of the tokens in order.
+        partial : bool
+            Make the tokens after the last full block known too, as a tail.
 
         Raises
         ------
@@ -100,23 +168,41 @@ class PrefixTree:
             One of them is known by other token ids.
         """
         path = list(self._split(token_ids, namespace))
+        rest = token_ids[len(path) * self._block_size :].tobytes() if partial else b""
+        space = b"" if path else namespace
         node: _Node | None = self._root
         for i, ids in enumerate(path):  # all checks before the first change
+            before, node = node, None if node is None else node.children.get(ids)
             known = self._nodes.get(blocks[i])
-            node = None if node is None else node.children.get(ids)
-            if known is not None and known is not node:
-                first = i * self._block_size
-                raise InvalidArgumentError(
-                    f"tokens {first} to {first + self._block_size - 1} are registered already, "
-                    "under other token ids than these or after other tokens"
-                )
+            if known is not None and known is not node and not _grows(known, before, ids):
+                self._refuse(i)
+        held = self._nodes.get(blocks[len(path)]) if rest else None
+        if held is not None and not _grows(held, node, space + rest):
+            if held.namespace == space and held.parent is node and held.ids.startswith(rest):
+                rest = b""  # more of it is known already
+            else:
+                self._refuse(len(path))
         node = self._root
         for ids, block in zip(path, blocks, strict=False):
             child = node.children.get(ids)
             if child is None:
                 child = _Node(node, ids, block)
+                if block in self._nodes:  # a tail that has been filled
+                    self._nodes[block].take_out()
                 node.children[ids] = self._nodes[block] = child
             node = child
+        if rest and (space, rest) not in node.tails:
+            block = blocks[len(path)]
+            if block in self._nodes:  # a shorter one
+                self._nodes[block].take_out()
+            node.tails[space, rest] = self._nodes[block] = _Node(node, rest, block, space)
+
+    def _refuse(self, index: int) -> NoReturn:
+        first = index * self._block_size
+        raise InvalidArgumentError(
+            f"tokens {first} to {first + self._block_size - 1} are registered already, "
+            "under other token ids than these or after other tokens"
+        )
 
     def remove(self, block: int) -> list[int]:
         """Forget a block and all that come after it, which cannot be reached without it.
@@ -127,19 +213,18 @@ class PrefixTree:
             The blocks that were forgotten.
         """
         node = self._nodes[block]
-        assert node.parent is not None
-        del node.parent.children[node.ids]
+        node.take_out()
         gone, waiting = [], [node]
         while waiting:
             node = waiting.pop()
-            waiting.extend(node.children.values())
+            waiting.extend((*node.children.values(), *node.tails.values()))
             node.parent = None  # no cycles are left for the garbage collector
             del self._nodes[node.block]
             gone.append(node.block)
         return gone
 
     def nodes(self) -> list[tuple[int, int, bytes]]:
-        """All that is known: (block, the block before it or -1, token ids), parents first.
+        """All full blocks: (block, the block before it or -1, token ids), parents first.
 
         The ids of a first block begin with its namespace.
         """
@@ -165,6 +250,12 @@ class PrefixTree:
         for stop in range(size, len(token_ids) + 1, size):
             yield namespace + token_ids[stop - size : stop].tobytes()
             namespace = b""
+
+
+def _grows(known: _Node, before: _Node | None, ids: bytes) -> bool:
+    """Whether a block is known as a tail after a node, which such ids begin with."""
+    space = known.namespace
+    return space is not None and known.parent is before and ids.startswith(space + known.ids)
 
 
 def as_namespace(namespace: object) -> bytes:

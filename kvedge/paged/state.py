@@ -10,6 +10,7 @@ import numpy as np
 
 from kvedge.core import checks
 from kvedge.core.config import LayerConfig
+from kvedge.core.kivi import RUN
 from kvedge.errors import UnknownSequenceError
 from kvedge.paged.owners import KnownBlocks
 from kvedge.paged.parts import PartBlocks
@@ -135,6 +136,29 @@ class PoolState:
         self.blocks.release(table)
         if self.parts is not None and parts is not None:
             self.parts.blocks.release(parts.held)
+
+    def match(
+        self, token_ids: np.ndarray, namespace: bytes, *, partial: bool
+    ) -> tuple[np.ndarray, int]:
+        """The blocks of the longest known prefix, held once more, and its tokens.
+
+        If `partial`, the last may be a copy of a block that goes on otherwise, where one is free.
+        """
+        table, source, n = self.blocks.match(token_ids, namespace, partial=partial)
+        length = len(table) * self.block_size
+        n -= n % RUN if self.config.in_runs else 0
+        if not n:
+            return table, length
+        held = np.array([source], np.int32)
+        self.blocks.hold(held)  # or its memory might be what is free
+        try:
+            if not self.num_free():
+                return table, length
+            taken = self.take(1)
+            self.copy_block(source, int(taken[0]))
+        finally:
+            self.blocks.release(held)
+        return np.concatenate([table, taken]), length + n
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy all rows of a block, in all layers."""

@@ -23,6 +23,7 @@ from kvedge.transformers import session, states
 from kvedge.transformers.checkpoints import Checkpoints, take
 from kvedge.transformers.drafts import Drafts
 from kvedge.transformers.evicting import evict_due
+from kvedge.transformers.kept_states import as_state_dtype
 from kvedge.transformers.layers import KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions, of_policy, storage_of, stored_text
 from kvedge.transformers.structure import layers_for, shares_rows, text_config
@@ -51,6 +52,7 @@ class KvedgeCache(Cache):
         precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
         num_threads: int | None = None,
+        state_dtype: str | None = None,
         checkpoints: int = 4,
         checkpoint_bytes: int | None = None,
         checkpoint_every: int = 1024,
@@ -83,6 +85,10 @@ class KvedgeCache(Cache):
             As of ``attend``.
         num_threads : int, optional
             Threads of attention; by default ``torch.get_num_threads()`` at each call.
+        state_dtype : {"float32", "bfloat16", "int8"}, optional
+            What recurrent states are kept as between steps, in checkpoints and when saved; int8
+            with a scale for each row. By default what the model computes, float32 in those of
+            transformers. docs/transformers.md says what fewer bits cost.
         checkpoints : int
             Moments that :meth:`keep_prefix` and :meth:`crop` can go back to where layers have a
             window or a state, held at most. One is taken at the end of each prompt and of each
@@ -122,6 +128,7 @@ class KvedgeCache(Cache):
             tolerance=tolerance,
             num_threads=num_threads,
             shares_rows=shares_rows(config),
+            state_dtype=as_state_dtype(state_dtype),
             eviction=Eviction.of(eviction),
         )
         if self._options.eviction is not None:
@@ -133,6 +140,11 @@ class KvedgeCache(Cache):
             self._share = join(group, timeout, block_size=block_size, weights=weights)
         layers = layers_for(config, self._options, self._share)
         self._options.check(len(layers))
+        if state_dtype is not None and not any(map(states.has_state, layers)):
+            raise InvalidArgumentError(
+                f"state_dtype={state_dtype!r} is for models with recurrent states, and no layer of "
+                f"{type(config).__name__} has one"
+            )
         self._model_fields = session.model_fields(config)
         if self._share is not None:
             self._share.agree({**self._model_fields, "storage": stored_text(self._options)})
@@ -235,7 +247,12 @@ class KvedgeCache(Cache):
         return self._checkpoints.lengths
 
     @property
-    def checkpoint_bytes(self) -> int:
+    def state_dtype(self) -> str | None:
+        """What recurrent states are kept as; None: as the model computes them."""
+        return self._options.state_dtype
+
+    @property
+    def held_checkpoint_bytes(self) -> int:
         """Bytes of the checkpoints' copies."""
         return self._checkpoints.num_bytes
 

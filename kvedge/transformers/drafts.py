@@ -2,10 +2,10 @@
 
 A state is written over at each step, so it cannot go back by itself, and transformers refuses
 assisted generation with such models. A :class:`kvedge.transformers.KvedgeCache` can: while it
-records the past, it keeps copies of a layer's states from before, and what the module that updates
-them was called with. :meth:`KvedgeCache.crop` puts a copy back and lets that module, alone, read the
-tokens again that were accepted: neither attention nor feed-forward networks are computed twice, nor
-is a copy made for each token of a draft.
+records the past, it keeps copies of a layer's states from before, and what the module
+that updates them was called with. :meth:`KvedgeCache.crop` puts a copy back and lets that module,
+alone, read the tokens again that were accepted: neither attention nor feed-forward networks are
+computed twice, and no copy is made for each token of a draft.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def enable_drafts(model: Any) -> int:
     for one in modules:
         if not getattr(one, "_kvedge_tells", False):
             one.register_forward_pre_hook(_tell, with_kwargs=True)
-            one._kvedge_tells = True
+            vars(one)["_kvedge_tells"] = True
     if modules:
-        model._is_stateful = False  # which only assisted generation asks
+        vars(model)["_is_stateful"] = False  # which only assisted generation asks
     return len(modules)
 
 

@@ -1,6 +1,6 @@
-"""Layers that have attention and a linear-attention state at once (Falcon-H1): transformers 5 only.
+"""Layers with a linear-attention state, alone or beside attention (Falcon-H1): transformers 5 only.
 
-The state stays in transformers' own code; the keys and values are ours.
+The state stays in transformers' own code, but for the type it is kept in; keys and values are ours.
 """
 
 from __future__ import annotations
@@ -15,13 +15,32 @@ from transformers.cache_utils import (
 )
 
 from kvedge.transformers.evicting import KvedgeEvictingLayer
+from kvedge.transformers.kept_states import KeepsStates
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions
 
-__all__ = ["KvedgeHybridEvictingLayer", "KvedgeHybridLayer", "KvedgeHybridSlidingLayer"]
+__all__ = [
+    "KvedgeHybridEvictingLayer",
+    "KvedgeHybridLayer",
+    "KvedgeHybridSlidingLayer",
+    "KvedgeStateLayer",
+]
 
 
-class _WithState(KvedgeLayer):
+class KvedgeStateLayer(KeepsStates, LinearAttentionLayer):
+    """States alone, kept in a type of the cache's."""
+
+    def __init__(self, options: StoreOptions, number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states)
+        self.keep_states_as(options.state_dtype)
+
+    def reset(self) -> None:
+        """Forget the states."""
+        super().reset()
+        self.zero_states()
+
+
+class _WithState(KeepsStates, KvedgeLayer):
     """What both kinds do twice, for the tokens and for the state."""
 
     def lazy_initialization(self, *states: torch.Tensor, **of_state: Any) -> None:
@@ -34,6 +53,7 @@ class _WithState(KvedgeLayer):
     def reset(self) -> None:
         """Drop tokens and state."""
         LinearAttentionLayer.reset(self)
+        self.zero_states()
         super().reset()
 
     def crop(self, length: int) -> None:
@@ -53,6 +73,7 @@ class KvedgeHybridLayer(_WithState, LinearAttentionAndFullAttentionLayer):
     def __init__(self, options: StoreOptions, index: int, number_of_states: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
         KvedgeLayer.__init__(self, options, index)
+        self.keep_states_as(options.state_dtype)
 
 
 class KvedgeHybridEvictingLayer(
@@ -63,6 +84,7 @@ class KvedgeHybridEvictingLayer(
     def __init__(self, options: StoreOptions, index: int, number_of_states: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
         KvedgeEvictingLayer.__init__(self, options, index)
+        self.keep_states_as(options.state_dtype)
 
     def activate_past_recording(self) -> None:
         """Keep states until :meth:`crop` is called; steps are drafts."""
@@ -81,6 +103,7 @@ class KvedgeHybridSlidingLayer(
             self, sliding_window, number_of_states
         )
         KvedgeSlidingLayer.__init__(self, options, index, sliding_window)
+        self.keep_states_as(options.state_dtype)
 
     def activate_past_recording(self) -> None:
         """Drop no token, and no state, before :meth:`crop` is called."""

@@ -61,6 +61,7 @@ class StoreOptions:
     tolerance: float
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another
+    state_dtype: str | None = None  # of recurrent states; None: that of the model
     eviction: Eviction | None = None  # of layers without a window; None: none
 
     def check(self, num_layers: int) -> None:

@@ -38,6 +38,7 @@ from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
 from kvedge.transformers.checkpoints import go_back
 from kvedge.transformers.evicting import KvedgeEvictingLayer
+from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.states import StateMark, has_state, mark_of, put
 from kvedge.transformers.structure import text_config
@@ -339,6 +340,9 @@ def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         has_previous[str(index)] = [mark.has_previous[i] for i in sorted(mark.has_previous)]
         for kind, states in (("conv", mark.conv), ("recurrent", mark.recurrent)):
             for i, state in states.items():
+                if isinstance(state, Int8State):
+                    tensors[f"layers.{index}.scales.{i}"] = state.scales.contiguous()
+                    state = state.codes
                 if state is not None:
                     tensors[f"layers.{index}.{kind}.{i}"] = state.contiguous()
     return tensors, {"has_previous": has_previous} if has_previous or tensors else {}
@@ -358,8 +362,10 @@ def _groups(cache: Any) -> Iterator[list[Any]]:
 
 def _saved_options(options: Any) -> dict[str, Any]:
     """Options of a cache for JSON; arrays are with the rows."""
+    of_states = {} if options.state_dtype is None else {"state_dtype": options.state_dtype}
     eviction = {} if options.eviction is None else {"eviction": str(options.eviction)}
     saved = {
+        **of_states,
         **eviction,
         **options.storage,
         "precision_bits": options.precision_bits,
@@ -550,8 +556,31 @@ def _fill_states(
             continue
         if len(saved) != layer.number_of_states:
             raise ValueError(f"layer {index} has {layer.number_of_states} states, not {len(saved)}")
+        conv: dict[int, Any]
+        recurrent: dict[int, Any]
         conv, recurrent = (
             {i: tensors.get(f"layers.{index}.{kind}.{i}") for i in range(len(saved))}
             for kind in ("conv", "recurrent")
         )
+        for i, codes in recurrent.items():
+            scales = tensors.get(f"layers.{index}.scales.{i}")
+            if scales is not None and codes is not None:
+                recurrent[i] = Int8State(codes, scales)
+        _check_kept(index, layer, recurrent)
         put(layer, StateMark(conv, recurrent, dict(enumerate(map(bool, saved)))))
+
+
+def _check_kept(index: int, layer: Any, states: dict[int, Any]) -> None:
+    """ValueError unless states are of the type that a layer keeps them in."""
+    wanted = getattr(layer, "state_dtype", None)
+    for state in states.values():
+        if state is None:
+            continue
+        found = "int8" if isinstance(state, Int8State) else str(state.dtype)[len("torch.") :]
+        whole = found != "int8" or (
+            state.codes.dtype == torch.int8
+            and state.scales.dtype == torch.float32
+            and state.scales.shape == (*state.codes.shape[:-1], 1)
+        )
+        if not whole or (wanted is None and found == "int8") or found != (wanted or found):
+            raise ValueError(f"layer {index} has states in {wanted or 'floats'}, not {found}")

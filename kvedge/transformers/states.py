@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import cache_utils
 
-__all__ = ["StateMark", "can_have_states", "has_state", "mark_of", "put"]
+from kvedge.transformers.kept_states import Int8State, Int8States
+
+__all__ = ["StateMark", "can_have_states", "has_state", "kept", "mark_of", "put"]
 
 _STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
 
@@ -20,7 +22,7 @@ class StateMark(NamedTuple):
     """The states of one layer at one moment, by their numbers; None where one was not there yet."""
 
     conv: dict[int, torch.Tensor | None]
-    recurrent: dict[int, torch.Tensor | None]
+    recurrent: dict[int, torch.Tensor | Int8State | None]
     has_previous: dict[int, bool]
 
     @property
@@ -43,13 +45,20 @@ def has_state(layer: Any) -> bool:
 def mark_of(layer: Any) -> StateMark:
     """Copies of a layer's states as they are now."""
     conv: dict[int, torch.Tensor | None] = dict.fromkeys(layer.conv_states)
-    recurrent: dict[int, torch.Tensor | None] = dict.fromkeys(layer.recurrent_states)
+    recurrent: dict[int, torch.Tensor | Int8State | None] = dict.fromkeys(layer.recurrent_states)
     for i in conv:
         if layer.is_conv_states_initialized[i]:  # a recorded past is longer than the kernel
             conv[i] = layer.conv_states[i][..., -layer.conv_kernel_size[i] :].detach().clone()
         if layer.is_recurrent_states_initialized[i]:
-            recurrent[i] = layer.recurrent_states[i].detach().clone()
+            recurrent[i] = kept(layer, i).clone()
     return StateMark(conv, recurrent, dict(layer.has_previous_state))
+
+
+def kept(layer: Any, index: int) -> torch.Tensor | Int8State:
+    """A recurrent state as a layer holds it."""
+    held = layer.recurrent_states
+    state: Any = held.kept(index) if isinstance(held, Int8States) else held[index].detach()
+    return state
 
 
 def put(layer: Any, mark: StateMark) -> None:
@@ -62,12 +71,18 @@ def put(layer: Any, mark: StateMark) -> None:
             layer.conv_states[i] = conv.clone()
         elif layer.is_conv_states_initialized[i]:
             layer.conv_states[i].zero_()
-        if recurrent is not None:
+        if isinstance(recurrent, Int8State):
+            layer.recurrent_states[i] = recurrent.clone()
+            layer.is_recurrent_states_initialized[i] = True
+        elif recurrent is not None:
             if not layer.is_recurrent_states_initialized[i]:
                 _initialize(layer, recurrent_states=recurrent, state_idx=i)
             layer.recurrent_states[i].copy_(recurrent)
         elif layer.is_recurrent_states_initialized[i]:
-            layer.recurrent_states[i].zero_()
+            if isinstance(layer.recurrent_states, Int8States):
+                layer.recurrent_states[i] = torch.zeros_like(layer.recurrent_states[i])
+            else:
+                layer.recurrent_states[i].zero_()
         layer.has_previous_state[i] = has_previous
 
 

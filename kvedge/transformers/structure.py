@@ -88,6 +88,10 @@ def _layer_for(layer: Any, index: int, options: StoreOptions, share: Any) -> Any
         return one(options, index)
     if kind is DynamicSlidingWindowLayer:
         return KvedgeSlidingLayer(options, index, layer.sliding_window)
+    if kind in _KEPT[:1] and options.state_dtype is not None:
+        from kvedge.transformers.hybrid import KvedgeStateLayer
+
+        return KvedgeStateLayer(options, layer.number_of_states)
     if kind in _KEPT:
         return layer
     if kind in _HYBRID:

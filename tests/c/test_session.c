@@ -611,6 +611,88 @@ static void test_what_cannot_be_written(void) {
   end();
 }
 
+/* ---- States --------------------------------------------------------------------------------------------------------- */
+
+/* Layer 0 and layer 3, beside the layers 1 and 2 of keys and values, or layers 0 to 11 without such. */
+static int fill_states(kvedge_session_state *states, int alone) {
+  static const float floats[] = {0.5f, -1.25f, 3e38f, 0};
+  static const uint16_t halves[] = {0x3c00, 0x7bff, 0x8001, 0x3f80, 0x7f7f, 0};
+  const kvedge_session_state made[] = {
+      {0, "_a1",       KVEDGE_TYPE_BFLOAT16, 2, {2, 3},    halves},
+      {0, "recurrent", KVEDGE_TYPE_FLOAT32,  1, {4},       floats},
+      {3, "S",         KVEDGE_TYPE_FLOAT16,  3, {1, 1, 3}, halves}
+  };
+  for (int i = 0; i < (alone ? 12 : 3); i++) {
+    states[i] = made[i % 3];
+    if (alone) states[i].layer = i;
+  }
+  return alone ? 12 : 3;
+}
+
+static void test_states(int alone) {
+  begin(alone ? "states alone" : "states beside layers");
+  sample s;
+  small_sample(&s, 0);
+  kvedge_session_state states[12];
+  s.session.states = states, s.session.num_states = fill_states(states, alone);
+  if (alone) free_sample(&s), s.session.num_layers = 0, memset(s.layers, 0, sizeof s.layers);
+  block file = write_file(&s.session, s.layers, NULL);
+  opened o;
+  const char *why = NULL;
+  CHECK(load_file(&file, &o, &why) == KVEDGE_OK && o.held->num_states == s.session.num_states);
+  for (int i = 0; i < s.session.num_states; i++) {
+    const kvedge_session_state *a = &states[i], *b = &o.held->states[i];
+    size_t bytes = a->type == KVEDGE_TYPE_FLOAT32 ? 4 : 2;
+    for (int d = 0; d < a->num_axes; d++) bytes *= (size_t)a->shape[d];
+    CHECK(a->layer == b->layer && !strcmp(a->name, b->name) && a->type == b->type && a->num_axes == b->num_axes);
+    CHECK(!memcmp(a->shape, b->shape, sizeof a->shape) && !memcmp(a->data, b->data, bytes));
+  }
+  block again = write_file(o.held, o.layers, NULL);
+  CHECK(same_file(&file, &again));
+  close_file(&o), free_block(&again);
+  for (size_t at = 0; at < file.size; at++) { /* all bytes but spaces at the header's end count */
+    ((unsigned char *)file.data)[at] ^= 0x04;
+    CHECK(is_refused(&file));
+    ((unsigned char *)file.data)[at] ^= 0x04;
+  }
+  free_block(&file), free_sample(&s);
+  end();
+}
+
+static void test_states_that_cannot_be_written(void) {
+  begin("states that cannot be written");
+  sample s;
+  small_sample(&s, 0);
+  static const float infinite[] = {0, 0, 0, INFINITY};
+  kvedge_session_state states[12];
+  for (int i = 0; i < 14; i++) {
+    s.session.states = states, s.session.num_states = fill_states(states, 0);
+    if (i == 0) states[2].layer = 4; /* there is no layer 3 */
+    if (i == 1) states[2].layer = 0; /* not in order */
+    if (i == 2) states[0].layer = -1;
+    if (i == 3) memcpy(states[0].name, "recurrent", 10); /* twice */
+    if (i == 4) memcpy(states[0].name, "1a", 3);
+    if (i == 5) states[0].name[0] = 0;
+    if (i == 6) memset(states[0].name, 'a', sizeof states[0].name); /* without an end */
+    if (i == 7) states[0].type = (kvedge_element_type)3;
+    if (i == 8) states[0].num_axes = 0;
+    if (i == 9) states[0].num_axes = 9;
+    if (i == 10) states[0].shape[1] = 0;
+    if (i == 11) states[0].shape[0] = INT64_MAX;
+    if (i == 12) states[0].data = NULL;
+    if (i == 13) s.session.states = NULL;
+    buffer to = {NULL, 0, 0};
+    CHECK(kvedge_session_bytes(&s.session, s.layers, NULL) == 0);
+    CHECK(kvedge_session_write(&s.session, s.layers, NULL, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
+  }
+  s.session.states = states, s.session.num_states = fill_states(states, 0);
+  states[1].data = infinite; /* written as keys that others filled in are; never read */
+  block file = write_file(&s.session, s.layers, NULL);
+  CHECK(is_refused(&file));
+  free_block(&file), free_sample(&s);
+  end();
+}
+
 int main(void) {
   test_sha256();
   test_round_trip();
@@ -621,5 +703,7 @@ int main(void) {
   test_layers_that_do_not_fit();
   test_parts_that_do_not_fit();
   test_what_cannot_be_written();
+  test_states(0), test_states(1);
+  test_states_that_cannot_be_written();
   return report();
 }

@@ -71,6 +71,21 @@ def test_the_same_rows_are_still_stored_as_the_same_bytes(name, expected):
     assert_holds(cache, expected)
 
 
+@pytest.mark.parametrize("mmap", [False, True])
+def test_states_are_stored_as_the_same_bytes_for_ever(tmp_path, mmap):
+    pytest.importorskip("safetensors")
+    golden, cache = FIXTURES / "states" / "v3.safetensors", make.cache_of_states()
+    cache.save(tmp_path / "now", metadata=make.METADATA)
+    assert (tmp_path / "now").read_bytes() == golden.read_bytes()
+    loaded = kvedge.KVCache.load(golden, mmap=mmap)
+    assert (len(loaded), loaded.num_layers, loaded.max_seq_len) == (5, 12, 9)
+    for i in range(12):
+        if isinstance(cache.layer(i), kvedge.StateLayer):
+            assert loaded.layer(i) == cache.layer(i)
+        else:
+            assert loaded.k(i).tobytes() == cache.k(i).tobytes()
+
+
 @pytest.mark.parametrize("capped", ["v1-int8", "v1-int8-capped"])
 def test_the_limit_of_a_capped_cache_is_kept(capped):
     pytest.importorskip("safetensors")

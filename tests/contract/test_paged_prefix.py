@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import normal
 
 from kvedge import KvBlockPool, PagedKvCache, errors
@@ -350,3 +352,196 @@ def test_a_namespace_shares_with_itself_alone(pool, cache, rng, tmp_path):
         assert got == n
         same = cache.match_prefix(ids, namespace=namespace)[0]
         np.testing.assert_array_equal(loaded.k(seq, 0), cache.k(same, 0))
+
+
+# ---- partly filled blocks ------------------------------------------------------------------------
+
+
+def rows_of(ids):
+    """Keys and values (2, tokens, heads, channels) that depend on a token and all before it."""
+    seeds = [hash(tuple(ids[: i + 1])) & 0xFFFFFFFF for i in range(len(ids))]
+    made = [np.random.default_rng(seed).standard_normal((2, H, D), np.float32) for seed in seeds]
+    return np.stack(made, 1) if made else np.zeros((2, 0, H, D), np.float32)
+
+
+def give(cache, seq, ids, partial=True, known=True, **options):
+    """Let a sequence hold all tokens of `ids`, of which it has the first, and register them."""
+    keys, values = rows_of(ids)[:, cache.length(seq) :]
+    for layer in range(cache.pool.num_layers):
+        if len(keys):
+            cache.append(seq, layer, keys, values)
+    cache.advance(seq, len(keys))
+    if known:
+        cache.register(seq, ids, partial=partial, **options)
+
+
+def assert_is(cache, seq, ids):
+    """A sequence has the rows of these tokens, as a sequence that was given them alone has."""
+    other = cache.new_sequence()
+    give(cache, other, ids, known=False)
+    assert cache.length(seq) == len(ids)
+    for layer in range(cache.pool.num_layers):
+        np.testing.assert_array_equal(cache.k(seq, layer), cache.k(other, layer))
+        np.testing.assert_array_equal(cache.v(seq, layer), cache.v(other, layer))
+    cache.drop(other)
+
+
+@pytest.mark.parametrize(
+    ("ids", "n"),
+    [
+        ([1, 2, 3, 4, 5, 6, 9, 9], 6),
+        ([1, 2, 3, 4, 5], 5),
+        ([1, 9], 1),
+        ([9, 9], 0),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], 10),  # the last block holds two
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], 9),
+    ],
+)
+def test_the_common_rows_of_a_block_are_copied(pool, cache, ids, n):
+    known = list(range(1, 11))
+    seq = cache.new_sequence()
+    give(cache, seq, known)
+    twin, found = cache.match_prefix(ids, partial=True)
+    assert found == n
+    assert_is(cache, twin, ids[:n])
+    give(cache, twin, [*ids[:n], 77, 78])  # each goes on by itself
+    give(cache, seq, [*known, 88])
+    assert_is(cache, twin, [*ids[:n], 77, 78])
+    assert_is(cache, seq, [*known, 88])
+    shared = n // BLOCK
+    tables = cache.block_table(twin).tolist(), cache.block_table(seq).tolist()
+    assert tables[0][:shared] == tables[1][:shared]
+    assert not set(tables[0][shared:]) & set(tables[1])
+    assert matched(cache, ids) == n // BLOCK * BLOCK  # without being asked, full blocks alone
+
+
+def test_a_tail_is_found_while_its_sequence_goes_on_and_after_it_is_gone(pool, cache):
+    seq = cache.new_sequence()
+    give(cache, seq, [1, 2, 3, 4, 5])
+    table = cache.block_table(seq).tolist()
+    keys, values = rows_of([1, 2, 3, 4, 5, 6])[:, 5:]
+    for layer in range(L):
+        cache.append(seq, layer, keys, values)
+    cache.advance(seq)
+    assert cache.block_table(seq).tolist() == table  # it goes on where it was
+    found, n = cache.match_prefix([1, 2, 3, 4, 5, 6, 7], partial=True, leave=1)
+    assert n == 5  # 6 was not registered
+    assert_is(cache, found, [1, 2, 3, 4, 5])
+    cache.drop(found)
+    cache.register(seq, [1, 2, 3, 4, 5, 6], partial=True)
+    cache.drop(seq)
+    assert pool.cached_count == 2
+    found, n = cache.match_prefix([1, 2, 3, 4, 5, 6, 7], partial=True)
+    assert n == 6
+    assert_is(cache, found, [1, 2, 3, 4, 5, 6])
+    give(cache, found, list(range(1, 9)))  # full now: shared from now on
+    assert matched(cache, list(range(1, 9))) == 8
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_rows_that_are_written_over_are_found_no_more(cache, rng, is_full):
+    seq, other = cache.new_sequence(), cache.new_sequence()
+    give(cache, seq, [1, 2, 3])
+    if is_full:
+        append(cache, other, rng, 9 * BLOCK)
+    cache.truncate(seq, 1)
+    give(cache, seq, [1, 9, 9], known=False)  # in a copy; in place where there is no room for one
+    cache.drop(other)
+    found, n = cache.match_prefix([1, 2, 3], partial=True)
+    assert n == (0 if is_full else 3)
+    assert_is(cache, found, [1, 2, 3][:n])
+    give(cache, seq, [1, 9, 9])
+    assert cache.match_prefix([1, 9, 3], partial=True)[1] == 2
+    with pytest.raises(errors.InvalidArgumentError, match="tokens 0 to 3 are registered already"):
+        cache.register(seq, [1, 2], partial=True)
+    cache.register(seq, [1, 9], partial=True)  # less than is known already
+    assert cache.match_prefix([1, 9, 9], partial=True)[1] == 3
+
+
+def test_tails_are_of_their_namespace(cache):
+    seq, other = cache.new_sequence(), cache.new_sequence()
+    give(cache, seq, [1, 2, 3], namespace="a")
+    first = int.from_bytes(b"abcdefgh", "little")  # ids that look like a namespace
+    give(cache, other, [first, 5, 6, 7])
+    assert cache.match_prefix([1, 2, 3], partial=True)[1] == 0
+    assert cache.match_prefix([5, 6, 7], partial=True, namespace="abcdefgh")[1] == 0
+    assert cache.match_prefix([1, 2, 3], partial=True, namespace="a")[1] == 3
+
+
+def test_without_a_free_block_full_ones_are_shared(pool, cache, rng):
+    seq = cache.new_sequence()
+    give(cache, seq, list(range(6)))
+    other = cache.new_sequence()
+    append(cache, other, rng, 8 * BLOCK)
+    found, n = cache.match_prefix(range(6), partial=True)
+    assert n == 4 and pool.free_count == 0
+    cache.drop(found)
+    cache.drop(seq)  # its blocks are what is free now
+    found, n = cache.match_prefix(range(6), partial=True)
+    assert n == 4  # the tail's own block is no room for its copy
+    assert cache.k(found, 0).shape == (4, H, D)
+
+
+def test_runs_are_copied_by_runs_of_32():
+    pool = KvBlockPool(12, 64, L, H, D, dtype="kivi4", recent_dtype="float16")
+    cache = PagedKvCache(pool)
+    seq, ids = cache.new_sequence(), list(range(1, 111))
+    give(cache, seq, ids)
+    found, n = cache.match_prefix([*range(1, 105), 7], partial=True)
+    assert n == 96
+    np.testing.assert_array_equal(cache.k(found, 0)[:64], cache.k(seq, 0)[:64])
+    give(cache, found, [*range(1, 97), *[5] * 40])
+    again = cache.new_sequence()
+    give(cache, again, [*range(1, 97), *[5] * 40], namespace="b")
+    np.testing.assert_array_equal(cache.k(found, 1)[96:], cache.k(again, 1)[96:])
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["match", "give", "truncate", "drop", "fork"]),
+            st.integers(0, 9),
+            st.lists(st.integers(1, 2), max_size=11),
+            st.booleans(),
+        ),
+        max_size=30,
+    )
+)
+def test_any_trace_leaves_each_sequence_its_own_rows(steps):
+    cache = PagedKvCache(KvBlockPool(9, BLOCK, 1, H, D, scale_dtype="float32"))
+    held = {}  # sequence: its tokens
+
+    def check():
+        for seq, ids in held.items():
+            keys = np.ones((len(ids), H, D)) if not ids else rows_of(ids)[0]
+            np.testing.assert_allclose(cache.k(seq, 0), keys, atol=0.05)
+
+    for step, n, ids, flag in steps:
+        seqs = sorted(held)
+        seq = seqs[n % len(seqs)] if seqs else None
+        try:
+            if step == "match":
+                found, length = cache.match_prefix(ids, partial=True)
+                assert length <= len(ids)
+                held[found] = ids[:length]
+            elif seq is None:
+                continue
+            elif step == "give":
+                longer = [*held[seq], *ids]
+                give(cache, seq, longer, partial=flag)
+                held[seq] = longer
+            elif step == "truncate":
+                cache.truncate(seq, min(n, len(held[seq])))
+                held[seq] = held[seq][: min(n, len(held[seq]))]
+            elif step == "fork":
+                held[cache.fork(seq)] = list(held[seq])
+            else:
+                cache.drop(seq)
+                del held[seq]
+        except errors.CapacityExceededError:
+            pass
+        except errors.InvalidArgumentError as error:  # the tokens are there, and known otherwise
+            assert "registered already" in str(error)
+            held[seq] = longer
+        check()

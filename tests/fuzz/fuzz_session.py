@@ -6,7 +6,7 @@ The first byte says what the others are:
     0   a file
     1   a file whose sha256 is made right, so that what is checked after it is reached
     2+  a program: a cache of some format is saved, fields, tensors and bytes of its file are
-        changed, and its sha256 is made right (or not)
+        changed, and its sha256 is made right (or not); from 0xc0 on it holds states too
 
 A cache that was loaded can be read and attended to without a number that is not finite, and saved
 and loaded again with the same bytes. Nothing takes more than a million calls or 500 MB.
@@ -36,7 +36,10 @@ with instrumented():
     from kvedge.files import session
 
 CALLS, KILOBYTES = 1_000_000, 500 << 10
-NUMPY = {"I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
+NUMPY = {
+    "I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8, "BF16": np.uint16,
+}  # fmt: skip
+STATES = ("states.0.a", "states.2.a", "states.3.b", "states.3.b c", "states.4095.a", "states.0.")
 FIELDS = (*session.FIELDS, *PART_OPTIONS, session.KEY_SCALE, session.VALUE_DTYPE)
 FIELDS += ("sha256", "user.a", "")
 TEXTS = (
@@ -81,7 +84,8 @@ def digest(metadata: dict, tensors: dict, data: bytes) -> str:
         begin, end = tensor["data_offsets"]
         array = np.frombuffer(data[begin:end], NUMPY[tensor["dtype"]])
         arrays[name] = array.reshape(tensor["shape"])
-    return session.digest(metadata, arrays, session.file_types(metadata))
+    of_states = {name: tensor["dtype"] for name, tensor in tensors.items() if name[:7] == "states."}
+    return session.digest(metadata, arrays, session.file_types(metadata, of_states))
 
 
 def with_digest(raw: bytes) -> bytes:
@@ -93,7 +97,18 @@ def with_digest(raw: bytes) -> bytes:
         return raw
 
 
-def saved(program: Program) -> bytes:
+def some_states(program: Program) -> list:
+    """One to three states of small shapes."""
+    states = []
+    for _ in range(1 + program.below(3)):
+        shape = [1 + program.below(4) for _ in range(1 + program.below(3))]
+        dtype = program.choice(("float32", "float16", "bfloat16"))
+        array = np.ones(shape, {"bfloat16": np.uint16}.get(dtype, dtype))
+        states.append(kvedge.StateLayer({"a": array, "b": array.copy()}, dtype=dtype))
+    return states
+
+
+def saved(program: Program, with_states: bool) -> bytes:
     """The file of some cache."""
     kind = program.below(6)
     int8, in_runs = kind % 3 > 0, kind == 3
@@ -112,10 +127,11 @@ def saved(program: Program) -> bytes:
         length *= 1 + 3 * in_runs
     if options.get("group_size") is not None:
         options["group_size"] = min(options["group_size"], dim)
+    states = some_states(program) if with_states else []
     cache = kvedge.KVCache(
-        layers,
-        heads,
-        dim,
+        num_kv_heads=heads,
+        head_dim=dim,
+        layers=[{}] * layers + states,
         dtype="int8" if int8 else "kivi4" if in_runs else "float32",
         max_seq_len=program.choice((None, 80 if in_runs else 20, 100)),
         **options,
@@ -125,6 +141,8 @@ def saved(program: Program) -> bytes:
         rows = rng.standard_normal((2, length, heads, dim), np.float32)
         if length:
             cache.append(layer, rows[0], rows[1])
+    for state in states:
+        state.advance(length)
     cache.advance(length)
     cache.save(path, metadata={"a": "b"} if program.below(2) else {})
     return Path(path).read_bytes()
@@ -158,7 +176,9 @@ def change(program: Program, metadata: dict, tensors: dict, data: bytearray) -> 
         moved = tensors.pop(name)
         if program.below(2):
             tensors[
-                program.choice((*tensors, "x", "layers.0.key_offset", "layers.9.key_codes"))
+                program.choice(
+                    (*tensors, "x", "layers.0.key_offset", "layers.9.key_codes", *STATES)
+                )
             ] = moved
     elif kind == 7 and tensor:
         tensors[program.choice(("layers.0.key_offset", "layers.1.key_scale", "x"))] = copy.deepcopy(
@@ -181,9 +201,9 @@ def change(program: Program, metadata: dict, tensors: dict, data: bytearray) -> 
             data[begin : begin + values.nbytes] = values.tobytes()
 
 
-def made_file(program: Program) -> tuple[bytes, bool]:
+def made_file(program: Program, with_states: bool) -> tuple[bytes, bool]:
     """A file, and whether it must be loaded."""
-    raw = saved(program)
+    raw = saved(program, with_states)
     metadata, tensors, data = parse(raw)
     data = bytearray(data)
     changes = program.below(6)
@@ -207,7 +227,8 @@ def made_file(program: Program) -> tuple[bytes, bool]:
 
 def contents(cache) -> list[bytes]:
     held = state_of(cache).contents(len(cache), copy=False)
-    return [
+    states = [array.tobytes() for state in held.states for array in state.arrays.values()]
+    return states + [
         array.tobytes()
         for layer in held.layers
         for array in (*layer.arrays, *layer.key_map)
@@ -217,11 +238,14 @@ def contents(cache) -> list[bytes]:
 
 def check_cache(cache) -> None:
     """It can be read, attended to, saved and loaded again."""
-    layer = cache.layer(0)
-    heads, dim = layer.num_kv_heads, layer.head_dim
-    query = np.random.default_rng(0).standard_normal((2 * heads, dim), np.float32)
     for index in range(min(cache.num_layers, 8)):
-        if len(cache):
+        layer = cache.layer(index)
+        if isinstance(layer, kvedge.StateLayer):
+            assert layer.position == len(cache)
+            layer.replace(**layer.arrays)  # all are finite
+        elif len(cache):
+            shape = (2 * layer.num_kv_heads, layer.head_dim)
+            query = np.random.default_rng(0).standard_normal(shape, np.float32)
             out, lse = cache.attend(index, query, return_lse=True)
             assert np.isfinite(out).all() and np.isfinite(lse).all(), "attended to NaN or infinity"
             assert np.isfinite(cache.k(index)).all() and np.isfinite(cache.v(index)).all()
@@ -244,7 +268,7 @@ def target(data: bytes) -> None:
     elif mode == 1:
         raw = with_digest(program.rest())
     else:
-        raw, must_load = made_file(program)
+        raw, must_load = made_file(program, mode >= 0xC0)
     Path(path).write_bytes(raw)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with CountedCalls() as calls:

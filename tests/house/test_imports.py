@@ -22,7 +22,7 @@ ORDER = [
         "kvedge.merge",
         "kvedge.threads",
     ],
-    ["kvedge.layer"],
+    ["kvedge.layer", "kvedge.states"],
     ["kvedge.files", "kvedge.eviction"],
     ["kvedge.cache"],
     ["kvedge.paged", "kvedge.batch", "kvedge.multi_head", "kvedge.policy", "kvedge.layer_policy"],

@@ -21,6 +21,9 @@ from session_support import (
     name_of_case,
     put,
 )
+from state_support import FORGED, KV, OF_STATES, new_cache, new_state, of_states, rewritten
+from state_support import feed as feed_states
+from state_support import forge as forge_states
 from support import cache_content, normal
 
 from kvedge import KVCache, Rope, c_library, errors
@@ -329,7 +332,9 @@ def test_c_copies_any_metadata(copy, tmp_path, rng, tokens):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((TESTS / "fixtures").glob("*.safetensors")), ids=lambda p: p.stem
+    "path",
+    sorted([*(TESTS / "fixtures").glob("*.safetensors"), TESTS / "fixtures/states/v3.safetensors"]),
+    ids=lambda p: p.stem,
 )
 def test_c_copies_files_of_earlier_versions(copy, tmp_path, path):
     """Their fields were in another order, so as a new save of them."""
@@ -475,3 +480,42 @@ def test_c_refuses_keys_of_a_part_beyond_float32(copy, tmp_path, rng, part, valu
     forge(path, put(f"layers.1.{part}.key_scales", (1, 1, 0), value))
     refused = "beyond float32" in copy(path, tmp_path / "c.safetensors")
     assert refused == (value > 1e10)
+
+
+# ---- states --------------------------------------------------------------------------------------
+
+
+def more_layers(rng):
+    """Twelve states and runs among them, so that layer 10 is before layer 2 in the file."""
+    layers = [new_state() for _ in range(12)]
+    layers.insert(5, {"dtype": "kivi4", "recent_dtype": "float16"})
+    return feed_states(KVCache(layers=layers, max_seq_len=99, **KV), rng, 40)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rng: feed_states(new_cache(), rng, 7),
+        lambda rng: feed_states(of_states(), rng, 7),
+        lambda rng: of_states(),
+        more_layers,
+    ],
+    ids=["beside", "alone", "empty", "many"],
+)
+def test_c_copies_states_to_the_byte(copy, tmp_path, rng, make):
+    path, again = tmp_path / "python.safetensors", tmp_path / "c.safetensors"
+    make(rng).save(path, metadata={"a": "b"})
+    assert copy(path, again) == ""
+    assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("change", [*FORGED, *map(rewritten, OF_STATES)], ids=name_of_case)
+def test_c_refuses_forged_states_as_python_does(copy, tmp_path, rng, change):
+    path = tmp_path / "forged.safetensors"
+    cache = new_cache() if change in FORGED else of_states()
+    feed_states(cache, rng, 7).save(path)
+    forge_states(path, change)
+    with pytest.raises(errors.CorruptFileError):
+        KVCache.load(path)
+    assert "a session file is damaged or none" in copy(path, tmp_path / "c.safetensors")
+    assert not (tmp_path / "c.safetensors").exists()

@@ -111,12 +111,16 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(path, rng):
 
 SAVER = """
     import sys, numpy as np, kvedge
-    caches = []
+    caches, num_states = [], int(sys.argv[2])
     for tokens in (2000, 3000):
-        cache = kvedge.KVCache(2, 4, 64)
+        arrays = [np.full((64, 64, 64), tokens, np.float32) for _ in range(num_states)]
+        states = [kvedge.StateLayer({"state": array}) for array in arrays]
+        cache = kvedge.KVCache(layers=[{}, {}, *states], num_kv_heads=4, head_dim=64)
         kv = np.full((tokens, 4, 64), tokens, np.float32)
         for i in range(2):
             cache.append(i, kv, kv)
+        for i in range(num_states):
+            cache.replace(2 + i, tokens)
         cache.advance(tokens)
         caches.append(cache)
     caches[0].save(sys.argv[1])
@@ -155,9 +159,9 @@ HALF_WAY = """
 """
 
 
-def start(script, path):
+def start(script, path, *args):
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), str(path)],
+        [sys.executable, "-c", textwrap.dedent(script), str(path), *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -176,13 +180,15 @@ def assert_whole(path):
     assert len(cache) in (2000, 3000)
     for i in range(2):
         assert (cache.k(i) == len(cache)).all() and (cache.v(i) == len(cache)).all()
+    for i in range(2, cache.num_layers):
+        assert (cache.layer(i).arrays["state"] == len(cache)).all()
 
 
-def kill_saves(path, rng, times):
+def kill_saves(path, rng, times, num_states="0"):
     """Kill a process that saves over and over, at a random moment, so many times."""
     kept = set()
     for _ in range(times):
-        with start(SAVER, path) as process:
+        with start(SAVER, path, num_states) as process:
             assert process.stdout.readline() == "ready\n"
             time.sleep(rng.uniform(0.0, 0.03))
             process.send_signal(signal.SIGKILL)
@@ -196,13 +202,14 @@ def kill_saves(path, rng, times):
 
 @pytest.mark.subprocess
 @needs_locks
-def test_a_killed_save_leaves_a_whole_file(path, rng):
+@pytest.mark.parametrize("num_states", ["0", "3"])
+def test_a_killed_save_leaves_a_whole_file(path, rng, num_states):
     filled_cache(rng).save(path)
-    with start(SAVER, path) as process:
+    with start(SAVER, path, num_states) as process:
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.1)
         process.kill()
-    kill_saves(path, rng, 5)
+    kill_saves(path, rng, 5, num_states)
     filled_cache(rng).save(path)
     assert leftovers(path) == []
 
@@ -210,8 +217,9 @@ def test_a_killed_save_leaves_a_whole_file(path, rng):
 @pytest.mark.slow
 @pytest.mark.subprocess
 @needs_locks
-def test_two_hundred_killed_saves_leave_a_whole_file(path, rng):
-    kept = kill_saves(path, rng, 200)
+@pytest.mark.parametrize("num_states", ["0", "3"])
+def test_two_hundred_killed_saves_leave_a_whole_file(path, rng, num_states):
+    kept = kill_saves(path, rng, 220, num_states)
     assert len(kept) > 20, "hardly any kill was in the midst of a save"
     filled_cache(rng).save(path)
     assert leftovers(path) == []

@@ -134,13 +134,13 @@ def test_checkpoints_are_bounded_and_the_last_ones_near():
     assert len(held) == 5 and held == sorted(held) and held[-1] >= 300 - 17
     gaps = [b - a for a, b in itertools.pairwise(held)]
     assert gaps[0] >= gaps[-1] and held[0] < 150
-    one = cache.checkpoint_bytes // 5
+    one = cache.held_checkpoint_bytes // 5
     small = KvedgeCache(
         model.config, "float32", checkpoints=9, checkpoint_every=16, checkpoint_bytes=2 * one
     )
     for t in range(100):
         step(model, small, prompt(1, 1, seed=t)["input_ids"])
-    assert len(small.checkpoints) == 2 and small.checkpoint_bytes <= 2 * one
+    assert len(small.checkpoints) == 2 and small.held_checkpoint_bytes <= 2 * one
     small.reorder_cache(torch.zeros(1, dtype=torch.long))
     assert small.checkpoints == []  # rows may be others now
     for wrong in ({"checkpoints": -1}, {"checkpoint_every": 0}, {"checkpoint_bytes": 1.5}):

@@ -1,0 +1,1 @@
+"""States: what a layer keeps of the past where it is not one row per token."""
