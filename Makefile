@@ -60,7 +60,7 @@ test-numpy: $(VENV)/test.stamp
 test-isa: $(VENV)/test.stamp
 	@status=0; for isa in $${ISAS:-$$($(BIN)/python -c 'import kvedge; print(*kvedge.isa_info()["available"])')}; do \
 	  echo "== KVEDGE_ISA=$$isa"; \
-	  KVEDGE_ISA=$$isa $(PYTEST) tests/contract $(PYTEST_ARGS) || status=1; \
+	  KVEDGE_ISA=$$isa $(PYTEST) tests/contract tests/states $(PYTEST_ARGS) || status=1; \
 	done; exit $$status
 
 # An estimate for Raspberry Pis, by emulation: python bench/arm_cycles.py --help. Half an hour of a core.

@@ -666,6 +666,83 @@ kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, 
                                   int num_sequences, int num_heads, const kvedge_attention_options *options,
                                   int num_threads);
 
+/* ---- States ------------------------------------------------------------------------------- */
+
+/* What layers without keys and values keep of the past, and their step: read once, written once. docs/states.md has the
+ * formulas and their sources. A state lies in the caller's memory, dense, as float32 or bfloat16, and is changed in place; in
+ * bfloat16 it is rounded once a call. Arrays are of rows (token, head), of any element type; `out` shares memory with no other
+ * argument, and no two calls have memory in common that one of them writes. A call is a sequence: its tokens, one or many, in
+ * order. Calls are worked on together, by heads; results do not depend on threads. Numbers are read before anything is written:
+ * KVEDGE_ERROR_NONFINITE: not finite; KVEDGE_ERROR_ARGUMENT: shapes, or a decay above 1. Dims are 1 to 256, tokens 1 or more. */
+
+/* The gated delta rule (Yang, Kautz, Hatamizadeh 2024; one decay per channel of the key: Kimi Linear 2025):
+ *
+ *   S = exp(gate) S;  S += beta k (v - k S);  out = scale q S
+ *
+ * of each head, S[key_dim][value_dim]. Head h has query and key head h / (num_heads / num_key_heads). */
+typedef struct {
+  int num_heads, num_key_heads, key_dim, value_dim;
+  int gate_dim; /* 1, or key_dim: a decay for each channel */
+  int normalize; /* not 0: queries and keys are divided by sqrt(sum of squares + 1e-6) first */
+  float scale;
+} kvedge_delta_shape;
+
+typedef struct {
+  void *state; /* [num_heads][key_dim][value_dim] */
+  kvedge_element_type state_type;
+  int64_t num_tokens;
+  kvedge_array query, key;   /* (num_tokens, num_key_heads, key_dim) */
+  kvedge_array value, out;   /* (num_tokens, num_heads, value_dim) */
+  kvedge_array gate;         /* (num_tokens, num_heads, gate_dim): logarithms, 0 or less */
+  kvedge_array beta;         /* (num_tokens, num_heads, 1) */
+} kvedge_delta_call;
+
+kvedge_status kvedge_delta_extend(const kvedge_delta_shape *shape, const kvedge_delta_call *calls, int num_calls,
+                                  int num_threads);
+
+/* Mamba-2, the state space dual (Dao, Gu 2024):
+ *
+ *   S = exp(dt a) S + dt x B^T;  out = S C + d x
+ *
+ * of each head, S[head_dim][state_size]. Head h has B and C of group h / (num_heads / num_groups). */
+typedef struct {
+  int num_heads, num_groups, head_dim, state_size;
+  const float *a; /* [num_heads], 0 or less */
+  const float *d; /* [num_heads]; NULL: 0 */
+} kvedge_mamba_shape;
+
+typedef struct {
+  void *state; /* [num_heads][head_dim][state_size] */
+  kvedge_element_type state_type;
+  int64_t num_tokens;
+  kvedge_array x, out; /* (num_tokens, num_heads, head_dim) */
+  kvedge_array dt;     /* (num_tokens, num_heads, 1), 0 or more */
+  kvedge_array b, c;   /* (num_tokens, num_groups, state_size) */
+} kvedge_mamba_call;
+
+kvedge_status kvedge_mamba_extend(const kvedge_mamba_shape *shape, const kvedge_mamba_call *calls, int num_calls,
+                                  int num_threads);
+
+/* A short causal convolution of each channel alone: out[t] = act(bias + sum_w weight[w] x[t - (width - 1) + w]). The state
+ * has the last state_len inputs of each channel, the newest last, state_len >= width - 1. */
+typedef struct {
+  int num_channels, width; /* width: 1 to 16 */
+  int state_len;
+  const float *weight; /* [num_channels][width] */
+  const float *bias;   /* [num_channels]; NULL: 0 */
+  int silu;            /* not 0: act(x) = x / (1 + exp(-x)); 0: x */
+} kvedge_conv_shape;
+
+typedef struct {
+  void *state; /* [num_channels][state_len] */
+  kvedge_element_type state_type;
+  int64_t num_tokens;
+  kvedge_array x, out; /* (num_tokens, 1, num_channels) */
+} kvedge_conv_call;
+
+kvedge_status kvedge_conv_extend(const kvedge_conv_shape *shape, const kvedge_conv_call *calls, int num_calls,
+                                 int num_threads);
+
 /* ---- Threads ------------------------------------------------------------------------------ */
 
 /* How many threads kvedge_attend uses by default, 1 to 1024; at first 1. Threads are started when

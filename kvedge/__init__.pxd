@@ -333,6 +333,48 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
         int num_sequences, int num_heads, const kvedge_attention_options *options, int num_threads)
 
+    ctypedef struct kvedge_delta_shape:
+        int num_heads, num_key_heads, key_dim, value_dim, gate_dim, normalize
+        float scale
+
+    ctypedef struct kvedge_delta_call:
+        void *state
+        kvedge_element_type state_type
+        int64_t num_tokens
+        kvedge_array query, key, value, out, gate, beta
+
+    kvedge_status kvedge_delta_extend(
+        const kvedge_delta_shape *shape, const kvedge_delta_call *calls, int num_calls, int num_threads)
+
+    ctypedef struct kvedge_mamba_shape:
+        int num_heads, num_groups, head_dim, state_size
+        const float *a
+        const float *d
+
+    ctypedef struct kvedge_mamba_call:
+        void *state
+        kvedge_element_type state_type
+        int64_t num_tokens
+        kvedge_array x, out, dt, b, c
+
+    kvedge_status kvedge_mamba_extend(
+        const kvedge_mamba_shape *shape, const kvedge_mamba_call *calls, int num_calls, int num_threads)
+
+    ctypedef struct kvedge_conv_shape:
+        int num_channels, width, state_len
+        const float *weight
+        const float *bias
+        int silu
+
+    ctypedef struct kvedge_conv_call:
+        void *state
+        kvedge_element_type state_type
+        int64_t num_tokens
+        kvedge_array x, out
+
+    kvedge_status kvedge_conv_extend(
+        const kvedge_conv_shape *shape, const kvedge_conv_call *calls, int num_calls, int num_threads)
+
     kvedge_status kvedge_set_num_threads(int num_threads)
     int kvedge_get_num_threads()
     void kvedge_quiesce()

@@ -60,7 +60,10 @@ from kvedge.paged.snapshot import PagedSnapshot
 from kvedge.policy import KvCachePolicy
 from kvedge.rope import Rope
 from kvedge.rows import dequantize_rows, quantize_rows
+from kvedge.states.conv import ConvState
+from kvedge.states.delta import DeltaState
 from kvedge.states.layer import StateLayer
+from kvedge.states.mamba import MambaState
 from kvedge.threads import get_num_threads, set_num_threads
 
 _failure: KvedgeError | None = None
@@ -100,7 +103,9 @@ __all__ = [
     "Bfloat16KvLayer",
     "BlockNotHeldError",
     "CapacityExceededError",
+    "ConvState",
     "CorruptFileError",
+    "DeltaState",
     "DtypeMismatchError",
     "Float16KvLayer",
     "Float32KvLayer",
@@ -125,6 +130,7 @@ __all__ = [
     "LayerPolicy",
     "LayersOutOfStepError",
     "LayoutError",
+    "MambaState",
     "MissingExtraError",
     "MultiHeadKvCache",
     "NonFiniteInputError",

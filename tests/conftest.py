@@ -31,7 +31,7 @@ NO_SUBPROCESS = os.environ.get("KVEDGE_NO_SUBPROCESS") == "1"
 try:  # under emulation there is only NumPy and pytest
     from hypothesis import HealthCheck, settings
 except ImportError:
-    collect_ignore_glob = ["contract/*_properties.py"]
+    collect_ignore_glob = ["contract/*_properties.py", "states/*_properties.py"]
 else:
     # The default run repeats itself exactly; the slow one goes looking for more.
     quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}

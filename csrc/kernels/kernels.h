@@ -142,7 +142,8 @@ typedef struct {
   int planes;     /* of quantized probabilities: weights p[t] * scale[t] are rounded to 2^-24 of the tile's largest or
                    * better; to 2^-16 or 2^-8 if it is 2 or 1 (or to 2^-15 of the largest of 64 tokens, whose errors add
                    * up as those of 2^-16 of 256 do), small ones up or down as kvedge_dither has it */
-  const float *p; /* (num_queries, KVEDGE_TILE), 0 from num_tokens to the end of the last block */
+  const float *p; /* (num_queries, KVEDGE_TILE), 0 from num_tokens to the end of the last block; cells of float32 do not
+                   * look at those */
   char *scratch;  /* (KVEDGE_SCRATCH) as in kvedge_query */
   int by_32;      /* whether 2^-15 of the largest of 32 tokens suffices where planes is 3 */
 } kvedge_probabilities;
@@ -253,6 +254,15 @@ typedef struct kvedge_kernels {
   /* out = row * factor * power, in this order (power, of two, may take the product to where it rounds), or the
    * nearest float that is neither infinite nor denormal. */
   void (*scale_row)(const float *row, int n, float factor, float power, float *out);
+
+  /* n bfloat16 to float32, and back: to nearest, ties to even, to the largest finite number instead of an infinity. */
+  void (*widen_bfloats)(const uint16_t *from, int n, float *to);
+  void (*narrow_bfloats)(const float *from, int n, uint16_t *to);
+
+  /* out[c] = act(bias[c] + sum_w weights[w * KVEDGE_TILE + c] * rows[w][c]) for n channels, n up to KVEDGE_TILE; bias may be
+   * NULL; act(x) = x / (1 + exp(-x)) where `silu` is not 0. */
+  void (*convolve)(const float *const *rows, const float *weights, const float *bias, int width, int n, int silu,
+                   float *out);
 
   /* Reads n bytes (a multiple of 512, 64-byte aligned) with the widest loads: the yardstick of
    * `kvedge info` and of the benchmarks. The result only keeps the loads alive. */

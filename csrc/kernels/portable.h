@@ -227,6 +227,50 @@ static inline void dequantize_portable(const int8_t *codes, size_t n, float scal
   for (size_t i = 0; i < n; i++) out[i] = (float)codes[i] * scale;
 }
 
+/* x / (1 + exp(-x)), by exp(-|x|), which cannot overflow. By bits, as kvedge_bounded() is: without a branch. */
+static inline float silu_of(float x) {
+  enum { LARGEST = 0x42ae0000 }; /* 87: exp(-87) is still normal, and nothing beside 1 */
+  const int32_t bits = (int32_t)kvedge_bits_of_float(x), magnitude = bits & 0x7fffffff;
+  const float kept = kvedge_float_of_bits((uint32_t)(magnitude > LARGEST ? LARGEST : magnitude));
+  const float power = exp2_within(-1.44269504f * kept);
+  const uint32_t one = kvedge_bits_of_float(1.0f), negative = 0u - ((uint32_t)bits >> 31);
+  const uint32_t above = one ^ ((one ^ kvedge_bits_of_float(power)) & negative); /* power where x is negative */
+  return x * kvedge_float_of_bits(above) / (1.0f + power);
+}
+
+static inline void convolve_portable(const float *const *rows, const float *weights, const float *bias, int width, int n,
+                                     int silu, float *out) {
+  int c = 0;
+  for (; c + LANES <= n; c += LANES) {
+    float lane[LANES] = {0};
+    if (bias) memcpy(lane, bias + c, sizeof lane);
+    for (int w = 0; w < width; w++) {
+      const float *row = rows[w] + c, *weight = weights + w * KVEDGE_TILE + c;
+      for (int j = 0; j < LANES; j++) lane[j] += weight[j] * row[j];
+    }
+    memcpy(out + c, lane, sizeof lane);
+  }
+  for (; c < n; c++) {
+    out[c] = bias ? bias[c] : 0.0f;
+    for (int w = 0; w < width; w++) out[c] += weights[w * KVEDGE_TILE + c] * rows[w][c];
+  }
+  if (silu)
+    for (int i = 0; i < n; i++) out[i] = silu_of(out[i]);
+}
+
+static inline void widen_bfloats_portable(const uint16_t *restrict from, int n, float *restrict to) {
+  for (int i = 0; i < n; i++) to[i] = kvedge_float_of_bfloat(from[i]);
+}
+
+static inline void narrow_bfloats_portable(const float *restrict from, int n, uint16_t *restrict to) {
+  enum { LARGEST = 0x7f7f0000 };
+  for (int i = 0; i < n; i++) {
+    const int32_t bits = (int32_t)kvedge_bits_of_float(from[i]), magnitude = bits & 0x7fffffff;
+    const int32_t kept = magnitude > LARGEST ? LARGEST : magnitude;
+    to[i] = kvedge_bfloat_of_float(kvedge_float_of_bits((uint32_t)((bits ^ magnitude) | kept)));
+  }
+}
+
 static inline uint64_t read_bytes_portable(const void *p, size_t n) {
   const uint64_t *eights = p; /* (n / 8) */
   uint64_t lane[8] = {0};

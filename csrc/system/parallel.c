@@ -6,6 +6,7 @@
  * - when none are left but a helper is still at one, the caller does not wait (the helper may have
  *   lost its core to another program for milliseconds): it does that task over, into the spare slot,
  *   and stops half-way if the helper comes to its end first;
+ *   (Tasks that may run once only are waited for.)
  * - a helper left behind that way finds its job cancelled, drops it and goes back to sleep. Until
  *   then the job's memory is kept, and kvedge_quiesce() waits for it before cache rows go away.
  *
@@ -15,6 +16,7 @@
 #include "system/parallel.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #if !defined(_WIN32)
@@ -218,7 +220,7 @@ static void run_alone(kvedge_job *job) {
   const kvedge_work *work = &job->work;
   for (int task = 0; task < work->num_tasks; task++) {
     work->run(work->context, task, task + 1 < work->num_tasks ? task + 1 : -1, 0, 0, NULL);
-    work->collect(work->context, task, 0);
+    if (!work->once) work->collect(work->context, task, 0);
   }
 }
 
@@ -248,17 +250,22 @@ int kvedge_job_threads(int num_threads, int num_tasks) {
   return most < num_tasks ? most : num_tasks;
 }
 
+static void wait_for(const kvedge_job *job, int task) {
+  while (!atomic_load_explicit(&job->done[task], memory_order_acquire)) sched_yield();
+}
+
 void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads) {
   job->work = work;
   atomic_store(&job->cancelled, 0);
   for (int i = 0; i < work.num_tasks && i < MAX_TASKS; i++) atomic_store(&job->done[i], 0);
   if (work.num_tasks <= MAX_TASKS) divide_tasks(job, num_threads);
-  if (work.num_tasks > MAX_TASKS || !open_job(job)) {
+  if (work.num_tasks > MAX_TASKS || num_threads == 1 || !open_job(job)) {
     run_alone(job);
   } else {
     do_tasks(job, 0, NULL);
     close_job();
-    for (int task = 0; task < work.num_tasks; task++) {
+    for (int task = 0; work.once && task < work.num_tasks; task++) wait_for(job, task);
+    for (int task = 0; !work.once && task < work.num_tasks; task++) {
       int slot = task;
       if (!atomic_load_explicit(&job->done[task], memory_order_acquire)) {
         slot = work.num_tasks;

@@ -11,10 +11,12 @@
  * nowhere else; collect() is called by the caller's thread, in the order of tasks. Slots are
  * 0..num_tasks-1 and one to spare, num_tasks. `thread` is the number of the thread that runs it, below
  * kvedge_job_threads(); the caller's is 0. `next` is the task that this thread will most likely
- * run after this one, whose memory it may prefetch; -1: unknown. */
+ * run after this one, whose memory it may prefetch; -1: unknown.
+ * `once`: no task runs twice, since it changes what it reads; the caller waits for a helper that is still at one. Then
+ * there is no collect(). */
 typedef struct {
   void *context;
-  int num_tasks;
+  int num_tasks, once;
   void (*run)(void *context, int task, int next, int slot, int thread, const volatile int *stop);
   void (*collect)(void *context, int task, int slot);
 } kvedge_work;

@@ -965,6 +965,10 @@ include "native_batch.pxi"
 
 include "native_paged.pxi"
 
+# ---- states --------------------------------------------------------------------------------------
+
+include "native_states.pxi"
+
 # ---- the public classes --------------------------------------------------------------------------
 
 
@@ -974,7 +978,8 @@ def bind():
     A process initializes an extension once, but may import kvedge again, whose modules are new ones then:
     :mod:`kvedge.backends.select` calls this at each import.
     """
-    global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, OutOfMemoryError, UnsupportedIsaError
+    global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError, OutOfMemoryError
+    global UnsupportedIsaError
     global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
     global turned, turned_back
     from inspect import signature
@@ -984,7 +989,8 @@ def bind():
     from kvedge.core import arrays, checks, memory, registry
     from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.options import AttendOptions
-    from kvedge.errors import KvedgeError, LayoutError, OutOfMemoryError, UnsupportedIsaError
+    from kvedge.errors import (
+        KvedgeError, LayoutError, NonFiniteInputError, OutOfMemoryError, UnsupportedIsaError)
     from kvedge.layer import keys as layer_keys
     from kvedge.layer import room
     from kvedge.layer.layer import KvLayer

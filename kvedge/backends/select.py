@@ -132,7 +132,10 @@ def _start() -> tuple[str, ModuleType, str | None]:
 
 
 backend, _module, _reason = _start()
-registry.activate(_module)
+_steps = (
+    _module if hasattr(_module, "delta_extend") else import_module("kvedge.backends.numpy.states")
+)
+registry.activate(_module, _steps)
 
 if TYPE_CHECKING:  # the same types whichever backend it will be
     from kvedge.backends.native import KVCache

@@ -14,6 +14,7 @@ from kvedge.bench import (
     prefill,
     push,
     skip,
+    state,
     sweep,
     threads,
 )
@@ -29,6 +30,7 @@ BENCHMARKS: tuple[Any, ...] = (
     paged,
     logits,
     skip,
+    state,
     threads,
     sweep,
     hugging_face,

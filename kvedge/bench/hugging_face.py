@@ -15,6 +15,13 @@ from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.report import milliseconds, plus_minus, print_header
 from kvedge.bench.runner import Run
+from kvedge.bench.state_models import (
+    STATE_MODELS,
+    draw_models,
+    layers_of,
+    measure_model,
+    print_table,
+)
 from kvedge.bench.statistics import spread_of
 from kvedge.console.output import Output
 from kvedge.console.sizes import format_size
@@ -29,15 +36,21 @@ Time of one further token of a whole model (the shape of Qwen2.5-0.5B, random we
 tokens, with KvedgeCache and with transformers' own caches: DynamicCache (sdpa), and QuantizedCache
 where quanto or HQQ is installed. Caches are filled with random keys and values, not by a prompt;
 "process" is by how much the process's memory (VmRSS in /proc) grew meanwhile.
-All caches are measured in turn. Needs: pip install 'kvedge[transformers]'.
+With --shape of a model whose layers have states: a prompt of so many tokens and a token after it,
+plain (DynamicCache, sdpa), with kvedge.transformers.accelerate, and that on a KvedgeCache.
+All are measured in turn. Needs: pip install 'kvedge[transformers]'.
 """
 EXAMPLES = """\
   kvedge bench transformers
   kvedge bench transformers --context 1024 8192 --threads 1 --cache kvedge-int8 dynamic
+  kvedge bench transformers --shape qwen3.5-0.8b --layers 4 --context 512
   kvedge bench transformers --layers 2 --context 256 --rounds 3      # seconds, to see that it runs
 """
 
 _CONTEXTS = (1024, 8192, 32768)
+_STATE_CONTEXTS = (512,)
+_SHAPE = "qwen2.5-0.5b"
+_LAYERS = 24
 _DTYPES = ("bfloat16", "float32")
 _FILL = 2048  # tokens given to a cache at a time
 
@@ -92,13 +105,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the benchmark."""
     cases = common.add_cases(parser, _CONTEXTS, shapes=())
     cases.add_argument(
+        "--shape", nargs="+", choices=(_SHAPE, *STATE_MODELS), default=[_SHAPE], metavar="MODEL",
+        help=f"{_SHAPE} (the default) with other caches; {', '.join(STATE_MODELS)} plain and "
+        f"accelerated, where --context is by default {_STATE_CONTEXTS[0]}",
+    )  # fmt: skip
+    cases.add_argument(
         "--dtype", nargs="+", choices=_DTYPES, default=list(_DTYPES), help="of the model's weights"
     )
     cases.add_argument(
         "--cache", nargs="+", choices=tuple(_KINDS), default=list(_DEFAULT_KINDS), help="caches"
     )
     cases.add_argument(
-        "--layers", type=positive_int, default=24, metavar="N", help="of the model (default: 24)"
+        "--layers", type=positive_int, metavar="N", help="of the model (default: all)"
     )
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -160,27 +178,47 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
     kinds, notes = _installed(options.cache)
     packages: list[Any] = [_Versioned("torch"), _Versioned("transformers")]
     packages += [_Versioned(_KINDS[kind].package) for kind in kinds if _KINDS[kind].package]
-    settings = {"model": f"Qwen2.5-0.5B's shape, {options.layers} layers", "rounds": options.rounds}
+    shapes = list(dict.fromkeys(options.shape))
+    layers = {
+        shape: options.layers or _LAYERS if shape == _SHAPE else layers_of(shape, options.layers)
+        for shape in shapes
+    }
+    said = "; ".join(f"{shape}'s shape, {count} layers" for shape, count in layers.items())
+    settings = {"model": said.replace(_SHAPE, "Qwen2.5-0.5B"), "rounds": options.rounds}
     contexts = common.chosen_contexts(options)
-    run = Run(NAME, options, settings, competitors=packages, notes=notes)
-    cases = len(options.dtype) * len(contexts) * len(options.threads)
-    run.show(output, cases, options.rounds)
+    of_states = contexts if options.context else list(_STATE_CONTEXTS)
+    run = Run(NAME, options, settings, competitors=packages, notes=notes, lists=("cases", "models"))
+    counts = [len(contexts) if shape == _SHAPE else 2 * len(of_states) for shape in shapes]
+    run.show(output, len(options.dtype) * sum(counts) * len(options.threads), options.rounds)
     before = torch.get_num_threads()
     try:
         with run.measuring():
-            for dtype in options.dtype:
-                model = _model(options.layers, dtype)
-                for context in contexts:
-                    tokens = [_filled(kind, model, context) for kind in kinds]
-                    for threads in options.threads:
-                        torch.set_num_threads(threads)
-                        samples = run.samples(tokens, settle_seconds=0.02)
-                        run.report["cases"].append(_case(dtype, context, threads, tokens, samples))
-                    del tokens
-                    gc.collect()
+            for shape in shapes:
+                if shape == _SHAPE:
+                    _measure_caches(run, layers[shape], kinds, contexts)
+                else:
+                    measure_model(
+                        run, shape, options.layers, options.dtype, of_states, options.threads
+                    )
     finally:
         torch.set_num_threads(before)
     return run.report
+
+
+def _measure_caches(run: Run, layers: int, kinds: Sequence[str], contexts: Sequence[int]) -> None:
+    """Measure a token of a model on all caches."""
+    import torch
+
+    for dtype in run.options.dtype:
+        model = _model(layers, dtype)
+        for context in contexts:
+            tokens = [_filled(kind, model, context) for kind in kinds]
+            for threads in run.options.threads:
+                torch.set_num_threads(threads)
+                samples = run.samples(tokens, settle_seconds=0.02)
+                run.report["cases"].append(_case(dtype, context, threads, tokens, samples))
+            del tokens
+            gc.collect()
 
 
 def _installed(kinds: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -296,8 +334,11 @@ _COLUMNS = (
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print machine and results."""
     print_header(report, output)
-    rows = [row for case in report["cases"] for row in _rows(case)]
-    output.table("one further token", _COLUMNS, rows)
+    if report["cases"]:
+        rows = [row for case in report["cases"] for row in _rows(case)]
+        output.table("one further token", _COLUMNS, rows)
+    if report.get("models"):  # runs of before had none
+        print_table(report["models"], output)
 
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
@@ -317,7 +358,10 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 
 def draw(report: dict[str, Any], figure: Any) -> None:
-    """Draw milliseconds per token over the context, a line per cache."""
+    """Draw ms per token over the context, a line per cache; of models with states bars."""
+    if report.get("models"):
+        draw_models(report, figure)
+        return
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for case in report["cases"]:
         title = f"{case['dtype']} weights, {case['threads']} threads"

@@ -114,6 +114,7 @@ def draw_bars(
     value: Callable[[Mapping[str, Any]], float],
     label: str,
     title: Callable[[Mapping[str, Any]], str],
+    shape: Callable[[Mapping[str, Any]], str] = lambda case: str(AttentionShape(**case["shape"])),
 ) -> None:
     """Draw ``value`` of each result as a bar; of the one that others are held to in black."""
     figure.suptitle(f"{what}, {report['machine']['cpu']}", fontsize="medium")
@@ -125,7 +126,7 @@ def draw_bars(
         axes.barh(names, [value(result) for result in case["results"]], color=colors)
         axes.invert_yaxis()
         axes.set_xlabel(label)
-        axes.set_title(f"{AttentionShape(**case['shape'])}; {title(case)}", fontsize="small")
+        axes.set_title(f"{shape(case)}; {title(case)}", fontsize="small")
 
 
 def style_of(name: str, names: list[str]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The classes of the active backend by name, so that a base can make one and imports none.
 
-A backend marks its classes with :func:`backend_class`; :mod:`kvedge.backends.select` activates one
-backend's. What is pickled names them by their public name, and comes back as the class of whichever
-backend is active then.
+So too its functions for states, which the classes of :mod:`kvedge.states` call. A backend marks its
+classes with :func:`backend_class`; :mod:`kvedge.backends.select` activates one backend's. What is
+pickled names them by their public name, and comes back as the class of whichever backend is active
+then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ __all__ = ["activate", "active", "backend_class", "backend_class_of", "named", "
 _Class = TypeVar("_Class", bound=type)
 
 _MARK = "_is_backend_class"  # an attribute of the class itself, which outlives this module
+_STEPS = ("delta_extend", "mamba_extend", "conv_extend")  # functions, which bear no mark
 _active: dict[str, Any] = globals().get("_active", {})  # there already when it is reloaded
 
 
@@ -24,14 +26,15 @@ def backend_class(cls: _Class) -> _Class:
     return cls
 
 
-def activate(backend: ModuleType) -> None:
-    """Let the classes of a backend be the active ones."""
+def activate(backend: ModuleType, steps: ModuleType) -> None:
+    """Let the classes of a backend be the active ones, and a module's functions for states."""
     _active.clear()
     _active.update({cls.__name__: cls for cls in vars(backend).values() if _is_known(cls)})
+    _active.update({name: getattr(steps, name) for name in _STEPS})
 
 
 def active(name: str) -> Any:
-    """The active backend's class of that name."""
+    """The active backend's class, or function for states, of that name."""
     return _active[name]
 
 

@@ -12,9 +12,10 @@ from kvedge.transformers._installed import cache_argument, require
 
 require()
 
+from kvedge.transformers.acceleration import Acceleration, accelerate  # noqa: E402
 from kvedge.transformers.attention import register  # noqa: E402
 from kvedge.transformers.cache import KvedgeCache  # noqa: E402
 
 register()
 
-__all__ = ["KvedgeCache", "cache_argument"]
+__all__ = ["Acceleration", "KvedgeCache", "accelerate", "cache_argument"]

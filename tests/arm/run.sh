@@ -53,7 +53,7 @@ diff "$env/stored-here.txt" "$env/stored-arm.txt" || { echo "run.sh: other bytes
 echo "the same in $(wc -l < "$env/stored-arm.txt") cases"
 
 echo "== contract suite"
-tests=(tests/contract)
+tests=(tests/contract tests/states)
 # Left out: what takes long there, or looks at the system's memory, which is this machine's.
 # Short: what kernels compute and store; what is Python alone is the same on every CPU.
 [ -z "${KVEDGE_ARM_SHORT:-}" ] || tests=(tests/contract/test_storage_bytes.py tests/contract/test_attend_options.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -12,13 +13,14 @@ import pytest
 
 import kvedge
 from kvedge import system
-from kvedge.bench import contest, copies, push
+from kvedge.bench import contest, copies, push, state_steps
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.bench.model_rows import rows_of_model
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
 from kvedge.cli import main
 from kvedge.console import exits
 from kvedge.core.formats import FORMATS
+from kvedge.core.half import decode_bfloat16
 from kvedge.data import STORIES_MODEL, STORIES_TEXT
 from kvedge.llama import LlamaModel
 
@@ -34,6 +36,12 @@ COMMANDS = {
     "skip": ["--hot", "--rounds", "3", "--context", "40", "--new-tokens", "5"],
     "threads": [*TINY, "--context", "8", "--threads", "1", "--peers", "none"],
     "sweep": [*TINY, "--context", "8", "16", "64"],
+    "state": "--layer lfm2-350m kimi-linear --hot --rounds 3 --tokens 1 3 --threads 1 2".split(),
+}
+# What a report says of whose it is, where that is no shape of attention.
+SHAPES = {
+    "skip": "4 KV heads of 8",
+    "state": "lfm2-350m: convolution, 1024 channels, width 3",
 }
 
 
@@ -63,8 +71,7 @@ def test_tables_for_people(name, capsys):
     assert main(["bench", name, *COMMANDS[name]]) == exits.OK
     text = capsys.readouterr().out
     assert system.machine().cpu in text and kvedge.__version__ in text
-    of_stories = name == "skip"
-    assert ("4 KV heads of 8" if of_stories else "4 query heads, 2 KV heads of 16") in text
+    assert SHAPES.get(name, "4 query heads, 2 KV heads of 16") in text
     assert (kvedge.get_num_threads(), _affinity()) == (threads, affinity)  # as before
 
 
@@ -261,6 +268,37 @@ def test_rows_of_windows_are_those_of_one_context():
         assert layer.queries.shape == (3, 8, 8)
         np.testing.assert_allclose(layer.keys[512:], cache.k(i), atol=1e-5)
         np.testing.assert_array_equal(layer.values[512:], cache.v(i))
+
+
+def test_state_json(capsys):
+    report = _json(capsys, "state", *COMMANDS["state"])
+    seen = [(case["num_threads"], case["layer"], case["tokens"]) for case in report["cases"]]
+    assert seen == list(itertools.product([1, 2], ["lfm2-350m", "kimi-linear"], [1, 3]))
+    for case in report["cases"]:
+        names = [result["name"] for result in case["results"]]
+        own = case["results"][0]
+        assert own["ratio_to_kvedge"] == 1.0
+        alone = (case["num_threads"], case["tokens"]) == (1, 1)
+        assert ("read and written" in names) == alone == (own["share_of_limit"] is not None)
+    assert report["cases"][0]["state_bytes"] == 4 * 1024 * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("kind", ["delta", "kda", "mamba", "conv"])
+def test_what_kvedge_and_torch_are_timed_at_is_the_same(kind, tokens, dtype):
+    if state_steps.torch_version() is None:
+        pytest.skip("needs the extra: pip install 'kvedge[transformers]'")
+    sizes = (8, 4) if kind == "conv" else (4, 16, 8)
+    steps = state_steps.Steps(state_steps.Layer("", kind, *sizes), tokens, dtype, 1)
+    run, other = steps.kvedge(1), steps.torch()
+    held = steps.states[0] if dtype == "float32" else decode_bfloat16(steps.states[0])
+    steps.torch_states[0].copy_(steps.torch_states[0].new_tensor(held))
+    got, wanted = run(0), other(0).float().numpy()
+    if kind == "conv":
+        got, wanted = got.T, wanted[0, :, -tokens:]
+    limit = (1e-5 if dtype == "float32" else 5e-2) * np.abs(wanted).max()
+    assert np.abs(got.reshape(wanted.shape) - wanted).max() <= limit
 
 
 def test_push_json(capsys):

@@ -132,10 +132,33 @@ STRUCTURES = {
     "OPT": ({"ffn_dim": 96, "word_embed_proj_dim": 64}, True, None),
 }  # fmt: skip
 
+# Further families with states, whose attention is as of others: options of their configs.
+STATES = {
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "Zamba2": {
+        "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 8,
+        "layer_types": ["mamba", "hybrid"] * 2, "layers_block_type": ["mamba", "hybrid"] * 2,
+        "num_mem_blocks": 1,
+    },
+    "Lfm2Moe": {**_CONV, **_EXPERTS, "num_experts": 4, "num_dense_layers": 1},
+    "Lfm3": {**_CONV, "head_dim": 16},
+    "Qwen3_5MoeText": {
+        **_LINEAR, **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32,
+    },
+    "BailingHybrid": {
+        **_LATENT, "num_experts": 4, "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "MiniMax": {
+        "head_dim": 16, "num_local_experts": 4, **_EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+}  # fmt: skip
+
 
 def structure_of(name):
     """A tiny model, its config and what is expected of it."""
-    options, fused, kinds = STRUCTURES[name]
+    options, fused, kinds = STRUCTURES.get(name) or (STATES[name], None, None)
     config_class = getattr(transformers, f"{name}Config", None)
     if config_class is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}Config")

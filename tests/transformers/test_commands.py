@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import torch, transformers
 
+from kvedge.bench import state_models
 from kvedge.cli import main
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 from kvedge.llama import LlamaModel
@@ -187,3 +188,27 @@ def test_the_benchmark_runs(capsys, tmp_path):
     assert ours["cache_bytes"] == tokens * 2 * 2 * (64 + 4)
     assert isinstance(ours["process_bytes"], int)
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 has other layers")
+def test_the_benchmark_of_models_with_states_runs(capsys, tmp_path, monkeypatch):
+    make = state_models.STATE_MODELS["lfm2-350m"]
+
+    def small(layers):
+        kind, config = make(layers)
+        for name, value in {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96}.items():
+            setattr(config, name, value)
+        return kind, config
+
+    monkeypatch.setitem(state_models.STATE_MODELS, "lfm2-350m", small)
+    path = tmp_path / "run.json"
+    arguments = "--shape lfm2-350m --layers 4 --context 20 --rounds 3 --threads 1 --dtype bfloat16"
+    assert main(["bench", "transformers", *arguments.split(), "--save", str(path)]) == 0
+    assert "a token after 20" in capsys.readouterr().out
+    assert main(["bench", "show", str(path)]) == 0
+    token, prompt = json.loads(path.read_text())["models"]
+    assert (token["tokens"], prompt["tokens"]) == (1, 20)
+    for case in (token, prompt):
+        names = [result["name"] for result in case["results"]]
+        assert names == ["plain", "accelerated", "accelerated, KvedgeCache"]
+        assert case["results"][0]["speed_of_plain"] == 1.0

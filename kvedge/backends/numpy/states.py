@@ -1,0 +1,171 @@
+"""Steps of states in NumPy: the recurrences of the papers, token by token, in float32.
+
+Whoever calls has checked shapes and types; numbers are checked here. Inputs are float32 and have
+axes of batch and tokens; a state is float32 or bfloat16 (uint16), and changed in place. One in
+bfloat16 is rounded at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from kvedge.core.checks import check_finite
+from kvedge.core.float_mode import in_default_mode
+from kvedge.core.half import decode_bfloat16, encode_bfloat16
+from kvedge.errors import InvalidArgumentError
+
+__all__ = ["conv_extend", "delta_extend", "mamba_extend"]
+
+_EPSILON = np.float32(1e-6)  # beside a sum of squares, as in transformers and FLA
+
+
+@contextmanager
+def _in_float32(state: np.ndarray) -> Iterator[np.ndarray]:
+    """The state to work on, written back at the end where it is a copy."""
+    held = decode_bfloat16(state) if state.dtype == np.uint16 else state
+    with np.errstate(all="ignore"):
+        yield held
+        if held is not state:
+            state[...] = encode_bfloat16(held)
+
+
+def _check(*inputs: np.ndarray | None) -> None:
+    for array in inputs:
+        if array is not None:
+            check_finite(array, "an input")
+
+
+@in_default_mode
+def delta_extend(
+    state: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    gate: np.ndarray,
+    beta: np.ndarray,
+    out: np.ndarray,
+    scale: float,
+    normalize: bool,
+    threads: int,
+) -> None:
+    """Let tokens pass a gated delta rule.
+
+    Parameters
+    ----------
+    state : (batch, num_heads, key_dim, value_dim)
+    query, key : (batch, tokens, num_key_heads, key_dim)
+    value, out : (batch, tokens, num_heads, value_dim)
+    gate : (batch, tokens, num_heads, 1 or key_dim)
+        Logarithms of decays.
+    beta : (batch, tokens, num_heads)
+    scale : float
+        Of queries.
+    normalize : bool
+        Whether queries and keys are brought to length 1 first.
+    threads : int
+        Not used here.
+    """
+    _check(query, key, value, gate, beta)
+    if gate.max() > 0:
+        raise InvalidArgumentError("a gate is above 0")
+    group = state.shape[1] // query.shape[2]
+    with _in_float32(state) as held:
+        for t in range(query.shape[1]):
+            q, k = query[:, t], key[:, t]
+            if normalize:
+                q, k = _normalized(q), _normalized(k)
+            q, k = np.repeat(q, group, axis=1), np.repeat(k, group, axis=1)
+            held *= np.exp(gate[:, t])[..., np.newaxis]
+            error = value[:, t] - _read(k, held)
+            held += k[..., np.newaxis] * (beta[:, t, :, np.newaxis] * error)[..., np.newaxis, :]
+            out[:, t] = np.float32(scale) * _read(q, held)
+
+
+def _read(row: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Rows (batch, heads, key_dim) times states."""
+    return np.asarray((row[..., np.newaxis, :] @ held)[..., 0, :])
+
+
+def _normalized(rows: np.ndarray) -> np.ndarray:
+    squares = np.square(rows).sum(axis=-1, keepdims=True)
+    return np.asarray(rows / np.sqrt(squares + _EPSILON))
+
+
+@in_default_mode
+def mamba_extend(
+    state: np.ndarray,
+    x: np.ndarray,
+    dt: np.ndarray,
+    A: np.ndarray,
+    B: np.ndarray,
+    C: np.ndarray,
+    D: np.ndarray | None,
+    out: np.ndarray,
+    threads: int,
+) -> None:
+    """Let tokens pass a state space with a scalar decay for each head (SSD).
+
+    Parameters
+    ----------
+    state : (batch, num_heads, head_dim, state_size)
+    x, out : (batch, tokens, num_heads, head_dim)
+    dt : (batch, tokens, num_heads)
+    A : (num_heads,)
+    B, C : (batch, tokens, num_groups, state_size)
+    D : (num_heads,) or None
+    threads : int
+        Not used here.
+    """
+    _check(x, dt, A, B, C, D)
+    if dt.min() < 0 or A.max() > 0:
+        raise InvalidArgumentError("a dt is below 0, or an A above")
+    group = state.shape[1] // B.shape[2]
+    with _in_float32(state) as held:
+        for t in range(x.shape[1]):
+            b, c = np.repeat(B[:, t], group, axis=1), np.repeat(C[:, t], group, axis=1)
+            held *= np.exp(dt[:, t] * A)[..., np.newaxis, np.newaxis]
+            held += (dt[:, t, :, np.newaxis] * x[:, t])[..., np.newaxis] * b[..., np.newaxis, :]
+            read = (held @ c[..., np.newaxis])[..., 0]
+            out[:, t] = read if D is None else read + D[:, np.newaxis] * x[:, t]
+
+
+@in_default_mode
+def conv_extend(
+    state: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    silu: bool,
+    out: np.ndarray,
+    threads: int,
+) -> None:
+    """Let tokens pass a short causal convolution of each channel.
+
+    Parameters
+    ----------
+    state : (batch, num_channels, state_len)
+        The last inputs, the newest at the end; state_len at least width - 1.
+    x, out : (batch, tokens, num_channels)
+    weight : (num_channels, width)
+        That of the newest input at the end.
+    bias : (num_channels,) or None
+    silu : bool
+    threads : int
+        Not used here.
+    """
+    _check(x, weight, bias)
+    tokens, width = x.shape[1], weight.shape[1]
+    with _in_float32(state) as held:
+        past = held.shape[2]
+        inputs = np.concatenate([held.swapaxes(1, 2), x], axis=1)
+        total = np.zeros(x.shape, np.float32)
+        for j in range(width):
+            first = past - width + 1 + j
+            total += inputs[:, first : first + tokens] * weight[:, j]
+        if bias is not None:
+            total += bias
+        out[...] = total / (1 + np.exp(-total)) if silu else total
+        held[...] = inputs[:, tokens:].swapaxes(1, 2)
