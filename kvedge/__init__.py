@@ -48,6 +48,7 @@ from kvedge.errors import (
     UnsupportedIsaError,
     UnsupportedModelError,
 )
+from kvedge.eviction import Eviction
 from kvedge.layer.types import Fp8KvLayer
 from kvedge.layer_policy import LayerPolicy
 from kvedge.merge import merge_attention
@@ -107,6 +108,7 @@ __all__ = [
     "CorruptFileError",
     "DeltaState",
     "DtypeMismatchError",
+    "Eviction",
     "Float16KvLayer",
     "Float32KvLayer",
     "Fp8E4m3KvLayer",

@@ -8,10 +8,12 @@ from typing import Any
 
 from kvedge.cache.cache import KVCache, state_of
 from kvedge.cache.configs import layer_configs, shape_of
+from kvedge.cache.editing import evict_due
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig, as_float, as_int, layer_config
 from kvedge.core.storage import NAMES, Storage
 from kvedge.errors import InvalidArgumentError
+from kvedge.eviction import CacheEviction, Eviction
 
 __all__ = ["KvCachePolicy"]
 
@@ -47,6 +49,9 @@ class KvCachePolicy:
         most, above 0 to 1, before the next step is taken. The last has 1. A "group_size" wider than
         a cache's rows is the whole row. By default float16 up to 0.8 of the memory, int8 up to
         0.95, then int4 in groups of 32, the last two with ``key_scale="auto"``.
+    eviction : Eviction or its text, optional
+        How tokens are forgotten besides, or instead: ``"heavy:tokens=512"``. Without `memory_bytes`
+        nothing is requantized. By default none are.
     hysteresis : float
         A finer step comes back (after :meth:`kvedge.KVCache.truncate`, say) once it would fill so
         much less than its share. What was rounded away stays so; new tokens are stored finely.
@@ -79,22 +84,33 @@ class KvCachePolicy:
 
     def __init__(
         self,
-        memory_bytes: int,
+        memory_bytes: int | None = None,
         steps: Sequence[Mapping[str, Any]] | None = None,
         *,
+        eviction: Eviction | str | Mapping[str, Any] | None = None,
         hysteresis: float = 0.1,
     ) -> None:
         """Make a policy; the class tells of the parameters."""
-        self._memory_bytes = as_int(memory_bytes, "memory_bytes")
-        if self._memory_bytes < 1:
+        self._eviction = Eviction.of(eviction)
+        if memory_bytes is None and (self._eviction is None or steps is not None):
+            raise InvalidArgumentError(
+                "a policy needs memory_bytes, but where it has eviction and no steps"
+            )
+        self._memory_bytes = None if memory_bytes is None else as_int(memory_bytes, "memory_bytes")
+        if self._memory_bytes is not None and self._memory_bytes < 1:
             raise InvalidArgumentError(f"memory_bytes must be at least 1, not {memory_bytes}")
         self._hysteresis = _share(hysteresis, "hysteresis", least=0.0)
         self._steps = _default_steps() if steps is None else _checked(steps)
 
     @property
-    def memory_bytes(self) -> int:
-        """Memory that a cache may take."""
+    def memory_bytes(self) -> int | None:
+        """Memory that a cache may take before it is requantized; None: it is not."""
         return self._memory_bytes
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """How tokens are forgotten; None: none are."""
+        return self._eviction
 
     @property
     def hysteresis(self) -> float:
@@ -113,7 +129,8 @@ class KvCachePolicy:
         ----------
         num_layers, num_kv_heads, head_dim : int
         **options
-            Of :class:`kvedge.KVCache`, but for those of storage.
+            Of :class:`kvedge.KVCache`, but for those of storage; these as well where the policy has
+            no `memory_bytes`.
 
         Returns
         -------
@@ -121,21 +138,49 @@ class KvCachePolicy:
         """
         value_head_dim = options.get("value_head_dim")
         widest = max(as_int(one, "head_dim") for one in (head_dim, value_head_dim or head_dim))
-        storage = self._steps[0].options(widest)
+        storage = {} if self._memory_bytes is None else self._steps[0].options(widest)
         kind = registry.active("KVCache")
-        return kind(num_layers, num_kv_heads, head_dim, **storage, **options)
+        cache = kind(num_layers, num_kv_heads, head_dim, **storage, **options)
+        self.attach(cache)
+        return cache
+
+    def attach(self, cache: KVCache) -> None:
+        """Let a cache note what its queries attend to, and evict as the policy says.
+
+        :meth:`new_cache` has done so, and :meth:`apply` does where it was not done. What is noted
+        before goes, if it is another eviction's.
+
+        Raises
+        ------
+        InvalidArgumentError
+            Not a KVCache: tokens of paged caches and of those over several ranks are not evicted,
+            since blocks and ranks hold them by their positions. Or the budget is too little for it.
+        """
+        state = state_of(_cache(cache))
+        if self._eviction is not None and cache.eviction != self._eviction:
+            state.eviction = CacheEviction(self._eviction, state.numbered())
 
     def occupancy(self, cache: KVCache) -> float:
         """Share of the memory that the tokens of a cache fill now; above 1 if it is too little."""
-        return float(_cache(cache).used_bytes / self._memory_bytes)
+        return float(_cache(cache).used_bytes / self._memory())
+
+    def _memory(self) -> int:
+        if self._memory_bytes is None:
+            raise InvalidArgumentError("this policy has no memory_bytes: it only evicts tokens")
+        return self._memory_bytes
 
     def dtype_for(self, cache: KVCache, *, more: int = 0) -> str:
         """What keys of a cache shall be stored as, with `more` tokens besides those it holds."""
         cache = _cache(cache)
+        if self._memory_bytes is None:
+            return str(cache.dtype)
         return str(self._steps[self._step_for(cache, _more(more))].storage["dtype"])
 
     def apply(self, cache: KVCache, *, more: int = 0) -> bool:
-        """Requantize a cache if the policy says so.
+        """Evict tokens of a cache, and requantize it, if the policy says so.
+
+        Tokens go before the format is chosen for those that are left. "snapkv" lets a prompt that
+        comes in several chunks be whole before it chooses: `more` is 1 or 0 at its end.
 
         Parameters
         ----------
@@ -155,8 +200,12 @@ class KvCachePolicy:
         LayersOutOfStepError, ScaleRangeError, OutOfMemoryError
             As of :meth:`kvedge.KVCache.requantize`.
         """
-        cache = _cache(cache)
-        target = self._step_for(cache, _more(more))
+        cache, more = _cache(cache), _more(more)
+        self.attach(cache)
+        evict_due(state_of(cache), more)
+        if self._memory_bytes is None:
+            return False
+        target = self._step_for(cache, more)
         if target == self._step_of(cache):
             return False
         widest = max(config.widest for config in state_of(cache).format.layers)
@@ -172,7 +221,7 @@ class KvCachePolicy:
             share = step.share
             if now is not None and index < now:
                 share -= self._hysteresis if len(cache) + more else 0.0
-            if self._bytes(step, cache, more) <= share * self._memory_bytes:
+            if self._bytes(step, cache, more) <= share * self._memory():
                 return index
         return len(self._steps) - 1
 
@@ -200,6 +249,9 @@ class KvCachePolicy:
 
     def __repr__(self) -> str:
         steps = ", ".join(f"{step.storage['dtype']} up to {step.share:g}" for step in self._steps)
+        if self._eviction is not None:
+            kept = "" if self._memory_bytes is None else f" of {self._memory_bytes} bytes: {steps},"
+            return f"<{type(self).__name__}{kept} {self._eviction}>"
         return f"<{type(self).__name__} of {self._memory_bytes} bytes: {steps}>"
 
 
@@ -258,7 +310,10 @@ def _share(value: Any, name: str, least: float | None = None) -> float:
 
 def _cache(cache: Any) -> Any:
     if not isinstance(cache, KVCache):
-        raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
+        raise InvalidArgumentError(
+            f"cache must be a KVCache, not {checks.describe(cache)}: tokens in blocks or over "
+            "ranks are neither requantized nor evicted"
+        )
     return cache
 
 

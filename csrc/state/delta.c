@@ -129,15 +129,15 @@ static void run_columns(const delta_head *h, int64_t first, int n, int column, c
   float room[DIM];
   for (int i = 0; i < 2 * n; i++) memset(m->sums[i], 0, (size_t)columns * sizeof(float));
   for (int i = 0; i < n; i++) memset(m->updates[i], 0, (size_t)columns * sizeof(float));
-  kvedge_state_add_rows(kernels, m->scratch, m->rows, 2 * n, state, h->stride, shape->key_dim, columns,
+  kvedge_state_add_rows(kernels, m->scratch, m->rows[0], 2 * n, state, h->stride, shape->key_dim, columns,
                         kvedge_state_ones, m->sums[0], KVEDGE_TILE, h->next);
   for (int i = 0; i < n; i++) {
     const float *value = kvedge_array_row(&h->call->value, first + i, h->head, shape->value_dim, room) + column;
     for (int c = 0; c < columns; c++) m->values[i][c] = beta[i] * (value[c] - keep[i] * m->sums[i][c]);
   }
-  kvedge_state_add_rows(kernels, m->scratch, m->solve, n, m->values[0], KVEDGE_TILE, n, columns, kvedge_state_ones,
+  kvedge_state_add_rows(kernels, m->scratch, m->solve[0], n, m->values[0], KVEDGE_TILE, n, columns, kvedge_state_ones,
                         m->updates[0], KVEDGE_TILE, NULL);
-  kvedge_state_add_rows(kernels, m->scratch, m->weights + n, n, m->updates[0], KVEDGE_TILE, n, columns, keep,
+  kvedge_state_add_rows(kernels, m->scratch, m->weights[n], n, m->updates[0], KVEDGE_TILE, n, columns, keep,
                         m->sums[n], KVEDGE_TILE, NULL);
   for (int i = 0; i < n; i++) {
     kvedge_array out = h->call->out;
@@ -146,7 +146,7 @@ static void run_columns(const delta_head *h, int64_t first, int n, int column, c
   }
   for (int k = 0; k < shape->key_dim; k += KVEDGE_QUERY_ROWS) {
     const int rows = shape->key_dim - k < KVEDGE_QUERY_ROWS ? shape->key_dim - k : KVEDGE_QUERY_ROWS;
-    const kvedge_state_row *weights = (const kvedge_state_row *)&m->to_state[0][k / KVEDGE_QUERY_ROWS * CHUNK];
+    const float *weights = &m->to_state[0][k / KVEDGE_QUERY_ROWS * CHUNK];
     kvedge_state_add_rows(kernels, m->scratch, weights, rows, m->updates[0], KVEDGE_TILE, n, columns, m->decay + k,
                           state + k * h->stride, h->stride, NULL);
   }
@@ -163,7 +163,7 @@ static void run_chunk(const delta_head *h, int64_t first, int n) {
   solve_keys(h, n, beta);
   /* Of 32 rows of the state beside those of the next 32. */
   for (int k = 0; k < shape->key_dim; k += KVEDGE_QUERY_ROWS)
-    kvedge_state_transpose(h->work->kernels, m->more, n, k,
+    kvedge_state_transpose(h->work->kernels, m->more[0], n, k,
                            shape->key_dim - k < KVEDGE_QUERY_ROWS ? shape->key_dim - k : KVEDGE_QUERY_ROWS,
                            &m->to_state[0][k / KVEDGE_QUERY_ROWS * CHUNK]);
   for (int c = 0, block = 0; c < shape->value_dim; c += h->columns, block++)

@@ -49,7 +49,7 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
     for (int j = i + 1; j < n; j++) m->weights[i][j] = 0.0f;
     if (shape->d) m->weights[i][i] += shape->d[h->head];
   }
-  kvedge_state_add_rows(kernels, m->scratch, m->weights, n, m->values[0], KVEDGE_TILE, n, dim, keep, m->sums[0],
+  kvedge_state_add_rows(kernels, m->scratch, m->weights[0], n, m->values[0], KVEDGE_TILE, n, dim, keep, m->sums[0],
                         KVEDGE_TILE, NULL);
   for (int i = 0; i < n; i++) kvedge_state_put_row(m->sums[i], dim, &call->out, first + i, h->head);
   /* S = decay S + the sum over j of decay to the end, dt_j x_j B_j^T */
@@ -58,8 +58,8 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   for (int r = 0; r < KVEDGE_QUERY_ROWS; r++) m->decay[r] = keep[n - 1];
   for (int p = 0; p < dim; p += KVEDGE_QUERY_ROWS) {
     const int rows = dim - p < KVEDGE_QUERY_ROWS ? dim - p : KVEDGE_QUERY_ROWS;
-    kvedge_state_transpose(kernels, m->values, n, p, rows, m->to_state[0]);
-    kvedge_state_add_rows(kernels, m->scratch, m->to_state, rows, m->more[0], KVEDGE_TILE, n, size, m->decay,
+    kvedge_state_transpose(kernels, m->values[0], n, p, rows, m->to_state[0]);
+    kvedge_state_add_rows(kernels, m->scratch, m->to_state[0], rows, m->more[0], KVEDGE_TILE, n, size, m->decay,
                           h->state + (ptrdiff_t)p * size, size, NULL);
   }
 }

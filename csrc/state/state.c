@@ -18,13 +18,13 @@ static kvedge_tile tile_of(const char **blocks, const float *rows, ptrdiff_t str
                        .factor = 1.0f};
 }
 
-void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const kvedge_state_row *weights, int n,
+void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const float *weights, int n,
                            const float *rows, ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
                            ptrdiff_t sum_stride, const float *next) {
   const char *blocks[KVEDGE_TILE_BLOCKS];
   kvedge_tile tile = tile_of(blocks, rows, stride, num_rows, dim);
   if (next) tile.next = (kvedge_prefetch){blocks, (const char *)next - (const char *)rows, 1};
-  const kvedge_probabilities p = {.num_queries = n, .p = weights[0], .scratch = scratch};
+  const kvedge_probabilities p = {.num_queries = n, .p = weights, .scratch = scratch};
   const kvedge_accumulators to = {sums, sum_stride, keep};
   kernels->cells[KVEDGE_FLOAT32].weighted_sum(&p, &tile, &to);
 }
@@ -38,11 +38,11 @@ void kvedge_state_multiply(const kvedge_kernels *kernels, char *scratch, const f
   kernels->cells[KVEDGE_FLOAT32].scores(&q, &tile, products[0], 0);
 }
 
-void kvedge_state_transpose(const kvedge_kernels *kernels, const kvedge_state_row *rows, int num_rows, int first, int dim,
+void kvedge_state_transpose(const kvedge_kernels *kernels, const float *rows, int num_rows, int first, int dim,
                             float *to) {
   for (int r = 0; r < dim; r += KVEDGE_SCALE_COLUMNS) {
     const int columns = dim - r < KVEDGE_SCALE_COLUMNS ? dim - r : KVEDGE_SCALE_COLUMNS;
-    kernels->transpose_scales(&rows[0][first + r], KVEDGE_SCALE_FLOAT32, sizeof *rows, num_rows, columns, 1.0f,
+    kernels->transpose_scales(rows + first + r, KVEDGE_SCALE_FLOAT32, KVEDGE_TILE * sizeof *rows, num_rows, columns, 1.0f,
                               to + r * KVEDGE_TILE, KVEDGE_TILE);
   }
 }

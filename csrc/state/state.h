@@ -33,10 +33,10 @@ typedef struct {
   float state[KVEDGE_STATE_DIM * KVEDGE_STATE_DIM]; /* of a head, where it is not read in place */
 } kvedge_state_memory;
 
-/* sums[i] = sums[i] * keep[i] + the sum over t of weights[i][t] rows[t], for n rows i up to KVEDGE_QUERY_ROWS, and num_rows
+/* (Weights KVEDGE_TILE apart.) sums[i] = sums[i] * keep[i] + the sum over t of weights[i][t] rows[t], for n rows i up to KVEDGE_QUERY_ROWS, and num_rows
  * rows t of `dim` floats, up to KVEDGE_TILE, `stride` floats apart. next: where as many rows lie that are prefetched
  * meanwhile, or NULL. */
-void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const kvedge_state_row *weights, int n,
+void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const float *weights, int n,
                            const float *rows, ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
                            ptrdiff_t sum_stride, const float *next);
 
@@ -45,8 +45,8 @@ void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const k
 void kvedge_state_multiply(const kvedge_kernels *kernels, char *scratch, const float *queries, ptrdiff_t query_stride,
                            int n, const float *rows, ptrdiff_t stride, int num_rows, int dim, kvedge_state_row *products);
 
-/* to[r][t] = rows[t][first + r], for num_rows rows and `dim` elements of each. */
-void kvedge_state_transpose(const kvedge_kernels *kernels, const kvedge_state_row *rows, int num_rows, int first, int dim,
+/* to[r][t] = rows[t][first + r], for num_rows rows and `dim` elements of each; rows of both KVEDGE_TILE apart. */
+void kvedge_state_transpose(const kvedge_kernels *kernels, const float *rows, int num_rows, int first, int dim,
                             float *to);
 
 /* The first n elements, and zeros to a multiple of 64. */

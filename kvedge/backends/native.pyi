@@ -28,6 +28,24 @@ def attend_batch(layers: Sequence[KvLayer], query: Array, **options: Any) -> Any
 def append_batch(
     layers: Sequence[KvLayer], keys: Array, values: Array, *, layout: Layout = "nhd"
 ) -> None: ...
+def delta_extend(
+    state: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    gate: Any,
+    beta: Any,
+    out: Any,
+    scale: float,
+    normalize: bool,
+    threads: int,
+) -> None: ...
+def mamba_extend(
+    state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, out: Any, threads: int
+) -> None: ...
+def conv_extend(
+    state: Any, x: Any, weight: Any, bias: Any, silu: bool, out: Any, threads: int
+) -> None: ...
 
 class LayerStore(_LayerStore, Protocol): ...
 

@@ -249,11 +249,13 @@ cdef class LayerStore:
     cdef object _window                 # its config's: an int or None
     cdef public object parts            # LayerParts or None
     cdef public object turns            # kvedge.rope.Turns or None
+    cdef public int64_t evicted_at      # position of the last eviction; 0: none
 
     def open(self, config, slabs=None):
         self._take(None)
         self.parts = self.turns = None
         self.frozen = self.key_map_is_open = False
+        self.evicted_at = 0
         self.key_rule = KeyRule()
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
@@ -377,6 +379,7 @@ cdef class LayerStore:
         kvedge_layer_set_len(handle.layer, 0)
         kvedge_layer_compact(handle.layer)
         handle.dropped = num_dropped
+        self.evicted_at = 0
         self.turns = None
         if self.parts is not None:
             self.parts.restart(num_dropped)
@@ -401,6 +404,12 @@ cdef class LayerStore:
             status = kvedge_layer_keep(handle.layer, positions, num_tokens)
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
+
+    def evicted(self, int64_t kept):
+        cdef _Handle handle = self._opened()
+        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
+        kvedge_layer_set_len(handle.layer, kept)
+        handle.dropped += length - kept
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -981,7 +990,7 @@ def bind():
     global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError, OutOfMemoryError
     global UnsupportedIsaError
     global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
-    global turned, turned_back
+    global turned, turned_back, _attend_and_note
     from inspect import signature
 
     from kvedge import batch as _batch
@@ -1000,6 +1009,7 @@ def bind():
     from kvedge.paged.store import BlockStoreMethods
     from kvedge.rope import query_turns, to_float32, turned
 
+    _attend_and_note = KVCache.attend
     for name in ("push", "extend", "attend", "scores"):
         getattr(_LayerFace, name).__doc__ = getattr(KvLayer, name).__doc__
     for function in (attend_batch, append_batch):
@@ -1043,6 +1053,8 @@ def _attend_of_cache(self, layer, query, *, out=None, **options):
     cdef LayerStore target = stores[layer]
     if target is None:
         raise state.no_tokens(layer, "attend()")
+    if state.eviction is not None:  # which notes the query
+        return _attend_and_note(self, layer, query, **options | ({} if out is None else {"out": out}))
     try:
         return target._attend(query, out, options)
     except OutOfMemoryError:

@@ -47,8 +47,10 @@ from kvedge.errors import (
     OutOfMemoryError,
     ShapeMismatchError,
 )
+from kvedge.eviction import Eviction
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents
+from kvedge.layer import evicting
 from kvedge.layer.layer import KvLayer, store_of
 from kvedge.layer.room import slide
 from kvedge.layer.store import LayerStore
@@ -264,7 +266,7 @@ class KVCache(ConfigFacts):
             raise state.no_tokens(layer, "append()")
         start = store.end()
         try:
-            if state.has_windows and state.max_seq_len is not None:
+            if state.max_seq_len is not None and (state.has_windows or state.has_evicted):
                 appending.check_position(state, store, start, keys, layout)
             store.append(keys, values, layout)
         except OutOfMemoryError:
@@ -404,8 +406,14 @@ class KVCache(ConfigFacts):
             raise state.no_tokens(layer, "attend()")
         if state.num_query_heads is not None:
             self._check_query_heads(layer, query, options.get("layout", "nhd"))
+        eviction = state.eviction
+        if eviction is not None:
+            eviction.check_options(store, options)
         try:
-            return store.attend(query, options)
+            out = store.attend(query, options)
+            if eviction is not None:
+                eviction.saw(layer, store, query, options)
+            return out
         except OutOfMemoryError:
             raise
         except MemoryError as error:
@@ -631,6 +639,36 @@ class KVCache(ConfigFacts):
             If some layer holds tokens that have not been advanced over.
         """
         editing.keep(self._state, checks.check_keep(indices, self._state.length))
+
+    @memory_for("the tokens to keep")
+    def evict(self, layer: int, keep: Sequence[int] | Array) -> None:
+        """Drop all tokens of one layer but those at `keep`, while positions stay as they are.
+
+        ``len(cache)`` still counts all tokens seen, and the next one has that position; the layer
+        holds fewer. It cannot go back behind this moment, but to no token at all, and snapshots
+        that are marks become stale. :class:`kvedge.Eviction` chooses tokens.
+
+        Parameters
+        ----------
+        layer : int
+        keep : sequence or array
+            As of :meth:`kvedge.QuantizedKvLayer.evict`.
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        InvalidArgumentError, ShapeMismatchError, PositionOutOfRangeError
+            Also where the layer has a window.
+        LayersOutOfStepError
+            If some layer holds tokens that have not been advanced over.
+        """
+        state = self._state
+        layer = checks.check_layer(layer, state.num_layers)
+        state.refuse_pending("evict()")
+        store = state.store_at[layer]
+        if store is None:
+            raise state.no_tokens(layer, "evict()")
+        editing.evict(state, layer, evicting.check_evict(store, keep))
 
     @memory_for("the shifted keys of a layer")
     def shift(
@@ -877,6 +915,12 @@ class KVCache(ConfigFacts):
         return cache_over(cls, state)
 
     # ---- shape and sizes -------------------------------------------------------------------------
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """How the cache keeps within a budget (:class:`kvedge.KvCachePolicy`), or None."""
+        held = self._state.eviction
+        return None if held is None else held.eviction
 
     @property
     def _config(self) -> LayerConfig:  # type: ignore[override]

@@ -9,17 +9,19 @@ import numpy as np
 from kvedge.cache.state import CacheState
 from kvedge.core import checks
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import editing, shifts
+from kvedge.layer import editing, evicting, shifts
 from kvedge.layer.keys import rule_of
 from kvedge.layer.store import LayerStore
 from kvedge.rope import Rope
 
-__all__ = ["clear", "keep", "settled", "shift"]
+__all__ = ["clear", "evict", "evict_due", "keep", "settled", "shift"]
 
 
 def clear(state: CacheState) -> None:
     """Forget all tokens; what is automatic is taken anew from the next ones."""
     state.set_length(0)
+    if state.eviction is not None:
+        state.eviction.clear()
     for store in state.stores:
         store.key_rule = rule_of(store, state.key_rule)
         editing.clear(store)
@@ -31,6 +33,7 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
     """Keep only tokens at checked positions."""
     state.refuse_states("keep()")
     state.refuse_pending("keep()")
+    state.refuse_evicted("keep()")
     for store in state.stores:
         checks.check_whole(store.config, store.held(), "keep()")
     moved = np.flatnonzero(positions != np.arange(len(positions)))
@@ -44,12 +47,46 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
     state.length = len(positions)
 
 
+def evict(state: CacheState, index: int, indices: np.ndarray) -> None:
+    """Keep checked rows of one layer alone; positions stay."""
+    store = state.store_at[index]
+    assert store is not None  # the caller has looked
+    if indices.shape[-1] == len(store):
+        return
+    attended = None if state.eviction is None else state.eviction.of_layers.get(index)
+    if attended is not None:
+        attended.kept(store, indices)
+    evicting.evict(store, indices)
+    state.has_evicted = True
+    state.overwrites.add(0)
+    state.high_water[index] = store.end()
+    state.room = state.capacity
+
+
+def evict_due(state: CacheState, more: int, *, at_end: bool = False) -> int:
+    """Keep a cache within its budget before so many tokens come; tokens that went, of all layers.
+
+    "snapkv" waits for the end of a prompt: for a step of one token, or until `at_end` says so.
+    """
+    eviction = state.eviction
+    if eviction is None:
+        return 0
+    goes_on = eviction.in_prompt and more > 1 and eviction.eviction.method == "snapkv"
+    if goes_on and not at_end:
+        return 0
+    before = sum(map(len, state.stores))
+    for index, rows in eviction.due(state.numbered(), more):
+        evict(state, index, rows)
+    return before - sum(map(len, state.stores))
+
+
 def shift(
     state: CacheState, delta: int, rope: Rope | Sequence[Rope | None], start: int, stop: int
 ) -> None:
     """Rotate stored keys of a checked range."""
     state.refuse_states("shift()")
     state.refuse_pending("shift()")
+    state.refuse_evicted("shift()")
     ropes = rope if isinstance(rope, (list, tuple)) else None
     if ropes is not None and len(ropes) != state.num_layers:
         raise InvalidArgumentError(

@@ -90,6 +90,7 @@ def _whole(state: CacheState, call: str) -> CacheContents:
     state.refuse_pending(call)
     if state.has_windows:
         raise InvalidArgumentError(f"{call} needs layers that keep all tokens: one has a window")
+    state.refuse_evicted(call)
     return state.contents(copy=False)
 
 

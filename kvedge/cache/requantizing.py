@@ -56,6 +56,7 @@ def _convert(old: LayerStore, new: LayerStore) -> None:
     new.restart(old.held().num_dropped)
     for keys, values in read_blocks(old):
         new.append(keys, values)
+    new.evicted_at = old.evicted_at
 
 
 def _check_fits(old: LayerStore, new: LayerStore) -> None:

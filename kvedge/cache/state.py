@@ -20,6 +20,7 @@ from kvedge.errors import (
     PositionOutOfRangeError,
     ShapeMismatchError,
 )
+from kvedge.eviction import CacheEviction
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.layer import keys
 from kvedge.layer.layer import KvLayer, new_layer, store_of
@@ -65,7 +66,9 @@ class CacheState:
 
     __slots__ = (
         "__weakref__",
+        "eviction",  # CacheEviction or None
         "format",
+        "has_evicted",  # tokens among those held were evicted from some layer
         "has_windows",  # some layer keeps only what its window needs
         "high_water",  # list of int: tokens of each layer whose bytes are still there
         "key_rule",  # what layers take from their first tokens, those that can
@@ -103,6 +106,7 @@ class CacheState:
         for state in self.states:
             own(state)
         self.has_windows = any(config.window is not None for config in self.format.layers)
+        self.has_evicted = any(store.evicted_at for store in self.stores)
         self.max_seq_len = max_seq_len
         self.key_rule = key_rule
         self.length: int = self.ends()[0]
@@ -111,6 +115,7 @@ class CacheState:
         self.overwrites = OverwriteLog()
         self.metadata: dict[str, str] = dict(metadata)
         self.num_query_heads: int | None = None
+        self.eviction: CacheEviction | None = None
 
     @classmethod
     def new(
@@ -192,6 +197,7 @@ class CacheState:
             self.layer_types, contents, self.max_seq_len, self.key_rule, self.metadata
         )
         made.num_query_heads = self.num_query_heads
+        made.eviction = None if self.eviction is None else self.eviction.copy()
         return made
 
     def put_layer(self, number: int, layer: KvLayer | StateLayer) -> None:
@@ -284,6 +290,11 @@ class CacheState:
                 )
         for index, store in self.numbered():
             if not keeps(store, length):
+                if store.evicted_at:
+                    raise PositionOutOfRangeError(
+                        f"cannot go to position {length}: layer {index} has evicted tokens at "
+                        f"position {store.evicted_at}, which it cannot go back behind"
+                    )
                 raise PositionOutOfRangeError(
                     f"cannot go to position {length}: layer {index} keeps a window of "
                     f"{store.config.window} tokens, and has dropped those before "
@@ -302,6 +313,15 @@ class CacheState:
                 got=self.ends()[ahead[0]],
                 layer=ahead[0],
             )
+
+    def refuse_evicted(self, call: str) -> None:
+        """InvalidArgumentError if tokens were evicted, for a call that needs all positions."""
+        for index, store in enumerate(self.stores):
+            if store.evicted_at:
+                raise InvalidArgumentError(
+                    f"{call} needs all tokens: layer {index} has evicted "
+                    f"{store.held().num_dropped} of {store.end()}"
+                )
 
     def ahead(self, length: int) -> list[int]:
         """Layers with tokens beyond the length, which are pending."""
@@ -390,6 +410,9 @@ class CacheState:
             if store.parts is not None:
                 store.parts.fill(parts, dropped, dropped + tokens)
             store.turns = turns
+            if dropped and store.config.window is None:  # what is left is taken for all there is
+                store.evicted_at = dropped + tokens
+        self.has_evicted = any(store.evicted_at for store in self.stores)
         self.high_water = self.ends()
         self.length = length
         self.room = self.capacity

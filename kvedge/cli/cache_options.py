@@ -13,7 +13,10 @@ from kvedge.cli.figures import stored_as
 from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int
 from kvedge.core.recommended import AUTO, RECOMMENDED
+from kvedge.errors import KvedgeError
+from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
+from kvedge.policy import KvCachePolicy
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -30,6 +33,15 @@ def add_options(group: Any) -> None:
         type=_windows,
         metavar="N[,N...]",
         help="tokens that a layer sees and keeps: for all layers, or one each, 0 for no limit",
+    )
+    group.add_argument(
+        "--evict",
+        type=_eviction,
+        metavar="METHOD:tokens=N",
+        help="hold at most N tokens in layers without a window, and forget others: sinks+recent "
+        "(all but the first and last), heavy (those attended to least) or snapkv (those that a "
+        "prompt's end attends to least); :num_bytes=N instead, and other options of "
+        "kvedge.Eviction, are taken too",
     )
     group.add_argument(
         "-c",
@@ -63,6 +75,13 @@ def add_options(group: Any) -> None:
     )
 
 
+def _eviction(text: str) -> Eviction:
+    try:
+        return Eviction.parse(text)
+    except KvedgeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _windows(text: str) -> int | list[int | None] | None:
     """Windows of all layers, or of each."""
     sizes = [non_negative_int(part) or None for part in text.split(",")]
@@ -74,6 +93,12 @@ def new_cache(options: argparse.Namespace, model: LlamaModel) -> Any:
     if options.engine == engines.LLAMA_CPP:
         return engines.new_cache(options, model)
     more = storage.cache_options(options)
+    if options.evict is not None:
+        if options.on_full == "shift":
+            raise UsageError("--on-full shift moves tokens by their positions: no --evict")
+        if options.group is not None:
+            raise UsageError("--evict is for one process: ranks hold tokens by their positions")
+        more["eviction"] = options.evict
     if options.context is not None:
         more["max_seq_len"] = options.context
     if options.window is not None:
@@ -93,7 +118,9 @@ def new_cache(options: argparse.Namespace, model: LlamaModel) -> Any:
 
 
 def check_against(options: argparse.Namespace, cache: KVCache) -> None:
-    """Refuse options that contradict what a session's cache is."""
+    """Refuse options that contradict what a session's cache is; let it evict as they say."""
+    if options.evict is not None:
+        KvCachePolicy(eviction=options.evict).attach(cache)
     given = storage.cache_options(options)
     if "policy" in given:
         if not _is_stored_by(given["policy"], cache):

@@ -37,7 +37,7 @@ _CACHES = ("float16", "q8_0", "bfloat16", "float32")  # of llama.cpp, by kvedge'
 # Flags of kvedge's own cache and attention.
 _OF_NUMPY = (
     *("window", "group_size", "scale_dtype", "key_scale", "key_offset"),
-    *("recent", "sinks", "recent_dtype", "value_rotation", "precision_bits"),
+    *("recent", "sinks", "recent_dtype", "value_rotation", "precision_bits", "evict"),
 )
 
 

@@ -33,7 +33,8 @@ in the window. --recall hides ten numbers in a text and asks for each at its end
 
 A format is named with its options: int8:group_size=32,key_scale=auto. Options are arguments of
 kvedge.KVCache, and precision_bits and tolerance of attention. "auto" is what is recommended, and
-what KvedgeCache does by itself.
+what KvedgeCache does by itself. float32:eviction=heavy,eviction_tokens=256 holds so many tokens at
+most, after each chunk of the text; other methods are sinks+recent and snapkv.
 """
 EXAMPLES = """\
   kvedge eval
@@ -262,6 +263,8 @@ def _options_of(choice: CacheChoice) -> dict[str, Any]:
     options = {**choice.cache_options, **choice.attention_options}
     if "policy" in options:
         options["policy"] = list(options["policy"].layers)
+    if "eviction" in options:
+        options["eviction"] = str(options["eviction"])
     return options
 
 

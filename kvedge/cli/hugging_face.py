@@ -59,6 +59,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         storage.dtype_of(options) or "int8",
         precision_bits=options.precision_bits,
         tolerance=options.tolerance,
+        eviction=options.evict,
         **over,
         **storage.cache_options(options),
     )

@@ -146,15 +146,20 @@ class Writer:
         alike = min(alike, len(self.tokens) - 1)  # the last one runs for its logits
         try:
             cache.truncate(alike)
-        except PositionOutOfRangeError:  # layers with a window have dropped what it needs
+        except PositionOutOfRangeError:  # layers have dropped or evicted what it needs
             self.output.note(
                 f"note: {path} holds {alike} tokens of the prompt, but cannot go back to them from "
-                f"{len(cache)}: its windows have moved on; all of the prompt is read"
+                f"{len(cache)}: {self._moved_on(cache)}; all of the prompt is read"
             )
             return
         if len(cache):
             self.cache = cache
             self.reused = len(cache)
+
+    @staticmethod
+    def _moved_on(cache: Any) -> str:
+        """Why a cache cannot go back."""
+        return "its windows have moved on" if any(cache.window) else "it has evicted tokens"
 
     def _choose_sampling(self) -> None:
         options, saved = self.options, self.saved
@@ -187,10 +192,10 @@ class Writer:
         if len(cache) >= len(held):  # all there, but the logits are needed once more
             try:
                 cache.truncate(len(held) - 1)
-            except PositionOutOfRangeError:  # layers with a window cannot go back
+            except PositionOutOfRangeError:
                 self.output.note(
-                    f"note: the cache's windows cannot go back by a token: {len(held)} tokens are "
-                    "read again"
+                    f"note: the cache cannot go back by a token, as {self._moved_on(cache)}: "
+                    f"{len(held)} tokens are read again"
                 )
                 cache.clear()
         limit = self.model.context_limit(cache)

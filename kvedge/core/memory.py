@@ -116,6 +116,23 @@ def rows_of(slabs: Sequence[np.ndarray], config: LayerConfig, start: int, stop: 
     return Slabs(*(slab[start // n : stop // n] for slab, n in zip(slabs, of_rows, strict=True)))
 
 
+def rows_at(slab: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Rows (n, num_kv_heads, ...) of a slab at (n,), or (num_kv_heads, n): of each head its own."""
+    if indices.ndim == 1:
+        return np.asarray(slab[indices])
+    return np.asarray(slab[indices.T, np.arange(len(indices))])
+
+
+def rows_of_runs(slabs: Slabs, config: LayerConfig, runs: np.ndarray) -> Slabs:
+    """The rows of runs, a copy, by the runs' numbers: (n,), or (num_kv_heads, n)."""
+    made = []
+    for slab, tokens in zip(slabs, tokens_per_rows(config), strict=True):
+        rows = RUN // tokens  # of a run
+        at = runs[..., None] * rows + np.arange(rows)
+        made.append(rows_at(slab, at.reshape(*runs.shape[:-1], -1)))
+    return Slabs(*made)
+
+
 @in_default_mode
 def clamp(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Write decoded rows to `out`, with what rounding took past float32's range at its ends."""

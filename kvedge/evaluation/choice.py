@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from .. import KVCache
@@ -12,6 +12,7 @@ from ..core.formats import DTYPES, FORMATS
 from ..core.recommended import AUTO, RECOMMENDED
 from ..core.types import Dtype
 from ..errors import InvalidArgumentError
+from ..eviction import Eviction
 from ..layer_policy import LayerPolicy
 
 __all__ = ["FLOAT32", "CacheChoice", "default_choices", "parse_choices"]
@@ -25,6 +26,7 @@ _NOT_A_CHOICE = (
     "dtype",
     "max_seq_len",
 )
+_EVICTION = "eviction_"  # before the names of Eviction's options
 _ATTENTION = ("precision_bits", "tolerance")  # arguments of attend(), not of the cache
 
 # What is compared unless asked otherwise, beside every format as it is.
@@ -62,7 +64,8 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
         recommended, then perhaps a colon and options:
         ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=`` and without
         ``:`` is a further option of the format before it. Options are arguments of
-        :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``. Or the
+        :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``;
+        ``eviction=heavy,eviction_tokens=512`` are those of :class:`kvedge.Eviction`. Or the
         file of a :class:`kvedge.LayerPolicy`, whose name ends with ``.json``; of options it takes
         those of ``attend``.
 
@@ -116,14 +119,24 @@ def _parse(name: str) -> CacheChoice:
         wanted = ", ".join((AUTO, *DTYPES))
         raise InvalidArgumentError(f"{name!r}: no format {dtype!r}, only {wanted}")
     known = [] if "policy" in options else _cache_options()
+    evicting = ["eviction", *(_EVICTION + each.name for each in fields(Eviction)[1:])]
+    eviction: dict[str, Any] = {}
     choice = CacheChoice(name, cast(Dtype, dtype), options)
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")
-        if key not in (*known, *_ATTENTION) or not equals:
-            wanted = "=, ".join((*known, *_ATTENTION))
+        if key not in (*known, *evicting, *_ATTENTION) or not equals:
+            wanted = "=, ".join((*known, *evicting, *_ATTENTION))
             raise InvalidArgumentError(f"{name!r}: no option {option!r}, only {wanted}=")
+        if key in evicting:
+            eviction[key.removeprefix(_EVICTION)] = _value(value)
+            continue
         options = choice.attention_options if key in _ATTENTION else choice.cache_options
         options[key] = _value(value)
+    if eviction:
+        if "eviction" not in eviction:
+            raise InvalidArgumentError(f"{name!r}: {_EVICTION}... needs eviction=METHOD")
+        eviction["method"] = eviction.pop("eviction")
+        choice.cache_options["eviction"] = Eviction.of(eviction)
     return choice
 
 

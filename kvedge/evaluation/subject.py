@@ -9,6 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from ..cache.cache import state_of
+from ..cache.editing import evict_due
 from ..errors import InvalidArgumentError
 from ..llama import LlamaModel
 from .choice import CacheChoice
@@ -89,7 +91,9 @@ class _LlamaReader:
         self._options = {"num_threads": subject.num_threads, **choice.attention_options}
 
     def read(self, tokens: np.ndarray) -> np.ndarray:
-        return self._model.forward(tokens, self._cache, **self._options)
+        logits = self._model.forward(tokens, self._cache, **self._options)
+        evict_due(state_of(self._cache), 0, at_end=True)
+        return logits
 
     def clear(self) -> None:
         self._cache.clear()

@@ -484,7 +484,8 @@ def _read_layers(
         if not isinstance(own, dict):
             _corrupt(path, f"its {LAYERS} hold no mapping for layer {index}")
         own = dict(own)
-        gone = own.pop("dropped", 0)
+        name = "evicted" if "evicted" in own else "dropped"
+        gone = own.pop(name, 0)
         dtype = own.get("dtype", config.dtype)
         value_dtype = own.pop(VALUE_DTYPE, config.value_dtype or "") or None
         has_scales = _have_scales(dtype, value_dtype)
@@ -511,8 +512,8 @@ def _read_layers(
         except (KvedgeError, TypeError) as error:
             _corrupt(path, f"its {LAYERS} make no layer {index}: {error}", error)
         if isinstance(gone, bool) or not isinstance(gone, int) or not 0 <= gone <= length:
-            _corrupt(path, f"layer {index} cannot have dropped {str(gone)[:40]} of {length} tokens")
-        if gone and (made.window is None or length - gone < made.window - 1):
+            _corrupt(path, f"layer {index} cannot have {name} {str(gone)[:40]} of {length} tokens")
+        if gone and name == "dropped" and (made.window is None or length - gone < made.window - 1):
             _corrupt(path, f"layer {index} has dropped {gone} of {length} tokens that it needs")
         configs.append(made)
         dropped.append(gone)

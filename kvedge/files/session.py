@@ -22,8 +22,8 @@ values have another type and width than keys, ``value_rotation`` where they are 
 differ or have windows, ``key_turns`` where keys were shifted, and are stored as they were before
 that, ``sha256`` over everything else, and the user's own under "user.".
 ``format_version`` is 1, or 2 where a layer holds runs, or 3 where one holds a state. tokens are
-length, less those that the layer's window has dropped. Where all layers hold states, num_layers is
-0, as are the other numbers of what there is none of.
+length, less those that the layer's window has dropped, or that were evicted. Where all layers hold
+states, num_layers is 0, as are the other numbers of what there is none of.
 Versions of kvedge that do not know a field refuse the files that have it.
 """
 
@@ -277,7 +277,9 @@ def _own_fields(config: LayerConfig, dropped: int) -> dict[str, Any]:
         "recent": config.recent,
         "sinks": config.sinks,
         "recent_dtype": config.recent_dtype,
-        "dropped": dropped,  # tokens before the first that the layer holds
+        # Tokens before the first that the layer holds; without a window those that went.
+        "dropped": 0 if config.window is None else dropped,
+        "evicted": dropped if config.window is None else 0,
     }
 
 

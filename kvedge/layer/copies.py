@@ -82,15 +82,21 @@ def fill(
     store.turns = turns
 
 
-def copy_of(store: _Store) -> _Store:
-    """An independent store with the same tokens and capacity; it belongs to no cache."""
+def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
+    """An independent store with the same tokens and capacity; it belongs to no cache.
+
+    With `num_dropped` so many tokens have been evicted before it, which the other may not know of:
+    of runs a multiple of 32 more or fewer.
+    """
     held, config = store.held(), store.config  # in this order: a writer may replace both
     # It may have moved to fewer rows since.
     rows = max(config.capacity, held.num_tokens)
     other = new_store(type(store), replace(config, capacity=rows))
     end = held.num_dropped + held.num_tokens
     parts = contents_of(held, config, held.num_dropped, end, copy=False)
-    fill(other, held.tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns)
+    dropped = held.num_dropped if num_dropped is None else num_dropped
+    fill(other, held.tokens, store.key_map, store.key_rule, dropped, parts, store.turns)
+    other.evicted_at = store.evicted_at if num_dropped is None else other.end()
     return other
 
 

@@ -19,7 +19,7 @@ from kvedge.core.options import AttendArguments, EitherArguments, LseArguments, 
 from kvedge.core.storage import shows_storage, storage_of
 from kvedge.core.types import Array, Dtype, Floats, LayerArguments, Layout
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import copies, editing, facts, reading, room, shifts
+from kvedge.layer import copies, editing, evicting, facts, reading, room, shifts
 from kvedge.layer.room import first_rows
 from kvedge.layer.store import LayerStore, PartContents
 from kvedge.rope import Rope, Turns
@@ -453,6 +453,36 @@ class KvLayer(ConfigFacts):
             )
         store.drop(checks.check_drop(n, len(store)))
 
+    @memory_for("the tokens to keep")
+    def evict(self, keep: Sequence[int] | Array) -> None:
+        """Drop all tokens but those at `keep` from memory, while positions stay as they are.
+
+        The rows that stay move together, byte for byte, none stored anew. Tokens that go count as
+        dropped (:attr:`num_dropped`): the next token's position is the number of those seen, for
+        which keys that a model has rotated by their positions are right.
+
+        Parameters
+        ----------
+        keep : sequence or array
+            Strictly increasing indices of tokens held, 0 to len - 1; or (num_kv_heads, n) of them,
+            where each KV head keeps its own. Masks of bool, (len,) or (num_kv_heads, len), as well.
+            The last ``recent`` + 64 have to be among them; where keys or values lie in runs
+            (``dtype="kivi4"``), the last 96 or more, and runs of 32 are kept whole or not at all.
+
+        Raises
+        ------
+        InvalidArgumentError, ShapeMismatchError, PositionOutOfRangeError, ReadOnlyLayerError
+            Nothing has changed. Also where the layer has a ``window``, or keys were shifted.
+
+        Notes
+        -----
+        Attention sees what is held: of what counts distances between tokens, ``window``,
+        ``alibi_slopes`` and masks, only the last ones that lie without a gap are right.
+        """
+        store = self._store
+        checks.check_unfrozen(store.frozen)
+        evicting.evict(store, evicting.check_evict(store, keep))
+
     @memory_for("the shifted keys of a layer")
     def shift(self, delta: int, *, rope: Rope, start: int = 0, stop: int | None = None) -> None:
         """Move the keys of tokens `start` to `stop` by `delta` positions.
@@ -502,7 +532,7 @@ class KvLayer(ConfigFacts):
 
     @property
     def num_dropped(self) -> int:
-        """Tokens dropped from the front so far, since the layer was made or cleared."""
+        """Tokens dropped or evicted so far, since the layer was made or cleared."""
         return self._store.held().num_dropped
 
     @property

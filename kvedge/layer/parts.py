@@ -477,6 +477,33 @@ class LayerParts:
             contents[0] = _contents(first, slice(0, 0))
         self.fill(contents, start, start + len(positions))
 
+    def evict(self, indices: np.ndarray, gone: int) -> None:
+        """Hold the tokens of these rows of the layer, before `gone` of them go.
+
+        Positions of the last ones stay. `indices` are (n,) or (num_kv_heads, n); the last ones of
+        :func:`kept_rows` are among them, and whole runs.
+        """
+        first, last, runs = self.now
+        held = self._whole.held()
+        start, end = held.num_dropped, held.num_dropped + held.num_tokens
+        moved = np.flatnonzero(np.atleast_2d(indices != np.arange(indices.shape[-1])).any(0))
+        sinks = min(
+            int(moved[0]) if len(moved) else indices.shape[-1],
+            max(first.position + len(first.store) - start, 0),
+        )
+        of_first = start - first.position
+        contents = [
+            _contents(first, slice(of_first, of_first + sinks)),
+            _contents(last, slice(max(len(last.store) - self._kept, 0), None)),
+        ]
+        if runs is not None:
+            at = (indices[..., ::RUN] + start - runs.position) // RUN
+            at = at[..., at.max(axis=tuple(range(at.ndim - 1))) < -(-len(runs.store) // RUN)]
+            slabs = runs.store.held().slabs
+            rows = memory.rows_of_runs(slabs, runs.store.config, at)
+            contents.append(PartContents(rows, runs.store.key_map))
+        self.fill(contents, start + gone, end)
+
     # ---- copying ---------------------------------------------------------------------------------
 
     def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None:

@@ -13,7 +13,16 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.memory import Held
 from kvedge.layer.store import LayerStore
 
-__all__ = ["FIRST_ROWS", "first_rows", "keeps", "reserve", "room_until", "set_end", "slide"]
+__all__ = [
+    "FIRST_ROWS",
+    "first_rows",
+    "keeps",
+    "reserve",
+    "room_until",
+    "set_end",
+    "shrink",
+    "slide",
+]
 
 FIRST_ROWS = 256  # rows that a growing layer is made with; it doubles from there
 
@@ -66,7 +75,9 @@ def keeps(store: LayerStore, length: int, held: Held | None = None) -> bool:
     window = store.config.window
     if not held.num_dropped or not length:
         return True
-    return window is not None and length - held.num_dropped >= window - 1
+    if window is None:
+        return 0 < store.evicted_at <= length
+    return length - held.num_dropped >= window - 1
 
 
 def set_end(store: LayerStore, length: int) -> None:
@@ -88,6 +99,18 @@ def slide(store: LayerStore, n: int) -> None:
         unseen = len(store) - n - (window - 1)
         if unseen > 0 and n > 0:
             store.drop(unseen)
+
+
+def shrink(store: LayerStore) -> None:
+    """Give memory back where a layer holds a small part of what it has room for."""
+    config, tokens = store.config, len(store)
+    rows = max(2 * tokens, FIRST_ROWS)
+    if config.in_runs or config.capacity <= 4 * rows:
+        return
+    config, held = replace(config, capacity=rows), store.held()
+    slabs = memory.reserve_slabs(config)
+    memory.copy_tokens(held.tokens, slabs, tokens)
+    store.bind(slabs, config)
 
 
 def _move(store: LayerStore, tokens: int) -> None:

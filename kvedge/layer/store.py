@@ -47,6 +47,7 @@ class LayerStore(Protocol):
     key_rule: KeyRule  # what of the key map the first tokens decide
     parts: StoreParts | None  # None: no tokens are held in another format too
     turns: Turns | None  # what its keys are still to be turned by; None: nothing
+    evicted_at: int  # position at which tokens among those held were evicted last; 0: never
 
     @property
     def config(self) -> LayerConfig:
@@ -102,6 +103,9 @@ class LayerStore(Protocol):
 
     def keep(self, indices: np.ndarray) -> None:
         """Keep what :func:`kvedge.core.checks.check_keep` gave, in the rows alone."""
+
+    def evicted(self, kept: int) -> None:
+        """Hold the first `kept` rows alone; positions stay, the others count as dropped."""
 
     # ---- tokens in and out -----------------------------------------------------------------------
 

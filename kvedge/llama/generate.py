@@ -292,6 +292,11 @@ def generate(
             "a context shift needs layers that keep all tokens: this cache has windows "
             "(model.new_cache(window=None) has none)"
         )
+    if context_shift and getattr(cache, "eviction", None) is not None:
+        raise InvalidArgumentError(
+            "a context shift moves tokens by their positions, which a cache with eviction does not "
+            "know: leave out one of the two"
+        )
     if context_shift and limit < 2:
         raise InvalidArgumentError(
             f"a context shift needs a context of 2 tokens or more, this one is of {limit}"

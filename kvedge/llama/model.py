@@ -11,9 +11,12 @@ import numpy as np
 
 from .. import KVCache
 from ..cache.cache import state_of
+from ..cache.editing import evict_due
 from ..core.options import PrecisionBits
 from ..core.types import Dtype
 from ..errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
+from ..eviction import Eviction
+from ..policy import KvCachePolicy
 from ..rope import Rope
 from . import gguf_file
 from .checkpoint import load_checkpoint, read_checkpoint_config
@@ -116,7 +119,8 @@ class LlamaModel:
         **options
             Further arguments of :class:`kvedge.KVCache`, such as `group_size`; `max_seq_len` is
             the model's own unless given, and `window` those of its layers. `policy`, a
-            :class:`kvedge.LayerPolicy`, says how each layer is stored, in place of `dtype`.
+            :class:`kvedge.LayerPolicy`, says how each layer is stored, in place of `dtype`;
+            `eviction`, a :class:`kvedge.Eviction`, which tokens are forgotten.
 
         Returns
         -------
@@ -127,6 +131,7 @@ class LlamaModel:
         InvalidArgumentError
             An option that is none, or a policy for another number of layers.
         """
+        eviction = Eviction.of(options.pop("eviction", None))
         if (policy := options.pop("policy", None)) is not None:
             policy.check(self.config.num_layers)
             options |= policy.cache_options()
@@ -134,7 +139,10 @@ class LlamaModel:
         c = self.config
         if c.windows is not None:
             options.setdefault("window", c.windows)
-        return KVCache(c.num_layers, c.num_kv_heads, c.head_dim, dtype=dtype, **options)
+        cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, dtype=dtype, **options)
+        if eviction is not None:
+            KvCachePolicy(eviction=eviction).attach(cache)
+        return cache
 
     def context_limit(self, cache: KVCache) -> int:
         """Tokens that fit: the lesser of the model's context length and the cache's capacity."""
@@ -155,7 +163,8 @@ class LlamaModel:
         """Run tokens through the model and append their keys and values to the cache.
 
         Each token sees all that the cache held before, the tokens before it, and itself. If
-        anything fails the cache holds what it held before.
+        anything fails the cache holds what it held before. A cache with eviction first keeps
+        within its budget.
 
         Parameters
         ----------
@@ -188,6 +197,8 @@ class LlamaModel:
         tokens = _checked_tokens(tokens, c.vocab_size)  # (n,)
         n, start = tokens.size, len(cache)
         self._check_cache(cache, n)
+        if isinstance(cache, KVCache):
+            evict_due(state_of(cache), n)
         # {rope: (cosine, sine)}, each (n, 1, rotary_dim / 2)
         turns = {
             rope: _rotation(np.arange(start, start + n), rope, c.rope_magnitude)

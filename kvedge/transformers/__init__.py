@@ -15,7 +15,8 @@ require()
 from kvedge.transformers.acceleration import Acceleration, accelerate  # noqa: E402
 from kvedge.transformers.attention import register  # noqa: E402
 from kvedge.transformers.cache import KvedgeCache  # noqa: E402
+from kvedge.transformers.drafts import enable_drafts  # noqa: E402
 
 register()
 
-__all__ = ["Acceleration", "KvedgeCache", "accelerate", "cache_argument"]
+__all__ = ["Acceleration", "KvedgeCache", "accelerate", "cache_argument", "enable_drafts"]

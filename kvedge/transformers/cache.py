@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,12 @@ from kvedge.core.options import PrecisionBits
 from kvedge.core.recommended import AUTO
 from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
+from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
 from kvedge.transformers import session, states
 from kvedge.transformers.checkpoints import Checkpoints, take
+from kvedge.transformers.drafts import Drafts
+from kvedge.transformers.evicting import evict_due
 from kvedge.transformers.kept_states import as_state_dtype
 from kvedge.transformers.layers import KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions, of_policy, storage_of, stored_text
@@ -45,6 +48,7 @@ class KvedgeCache(Cache):
         dtype: Any = AUTO,
         *,
         policy: LayerPolicy | str | os.PathLike[str] | None = None,
+        eviction: Eviction | str | Mapping[str, Any] | None = None,
         precision_bits: PrecisionBits = None,
         tolerance: float = 0.0,
         num_threads: int | None = None,
@@ -72,6 +76,10 @@ class KvedgeCache(Cache):
         policy : kvedge.LayerPolicy or path, optional
             How each layer is stored, as ``kvedge tune`` finds it, in place of `dtype` and
             **storage; or its file.
+        eviction : kvedge.Eviction or its text, optional
+            How layers without a window keep within a budget of tokens or bytes, by forgetting
+            tokens: ``"heavy:tokens=512"``. Each row of a batch has the budget in tokens, all
+            together that in bytes. By default none are forgotten.
         precision_bits : 8, 16, 24 or "auto", optional
         tolerance : float
             As of ``attend``.
@@ -121,7 +129,10 @@ class KvedgeCache(Cache):
             num_threads=num_threads,
             shares_rows=shares_rows(config),
             state_dtype=as_state_dtype(state_dtype),
+            eviction=Eviction.of(eviction),
         )
+        if self._options.eviction is not None:
+            _check_evicts(self._options, group)
         self._share = None
         if group is not None:
             from kvedge.distributed.share import join
@@ -151,6 +162,8 @@ class KvedgeCache(Cache):
                     f"{name} must be an integer from {least} on, not {value!r}"
                 )
         self._checkpoints = Checkpoints(checkpoints, checkpoint_bytes, checkpoint_every)
+        self._drafts = Drafts()
+        self._is_cropped = True  # since the last step: what layers have recorded is no draft
         self._needs_checkpoints = self._share is None and any(
             states.has_state(layer) or isinstance(layer, KvedgeSlidingLayer) for layer in layers
         )
@@ -160,19 +173,51 @@ class KvedgeCache(Cache):
     def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
         """Keys that a mask for so many further tokens has, and the position of the first of them.
 
-        A model asks for it before each step, when all layers are at the same length: so here a
-        checkpoint is taken if it is due.
+        A model asks for it before each step, when all layers are at the same length: so here
+        tokens are evicted and a checkpoint is taken if they are due.
         """
-        if self._needs_checkpoints:
+        if self._needs_checkpoints or self._options.eviction is not None:
             is_tensor = isinstance(query_length, torch.Tensor)  # transformers 4: the positions
             tokens = query_length.shape[0] if is_tensor else query_length
-            length = self.get_seq_length()
-            if self._checkpoints.is_due(length, tokens) and not any(
-                getattr(layer, "record_past", False) for layer in self.layers
-            ):
-                self._checkpoints.add(take(self.layers, length))
+            self._begin_step(self.get_seq_length(), tokens)
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
+
+    def _begin_step(self, length: int, tokens: int) -> None:
+        """Evict what is due and take a checkpoint, unless the last step may be taken back."""
+        may_go = not self._is_cropped and any(
+            getattr(layer, "record_past", False) for layer in self.layers
+        )
+        self._is_cropped = False
+        if not may_go:
+            self._evict(tokens)
+        if self._needs_checkpoints and self._checkpoints.is_due(length, tokens) and not may_go:
+            self._checkpoints.add(take(self.layers, length))
+
+    def evict(self) -> bool:
+        """Keep within the budget of `eviction` now, as at the end of a prompt.
+
+        It happens by itself before each step; "snapkv" then waits for a prompt's end, a step of
+        one token. What comes first in memory is gone for good: no checkpoint before it is left, and
+        `crop` and `keep_prefix` cannot go back behind it.
+
+        Returns
+        -------
+        bool
+            Whether any token went.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The budget is too little for the first and last tokens that are always kept.
+        """
+        return self._evict(0, at_end=True)
+
+    def _evict(self, more: int, *, at_end: bool = False) -> bool:
+        if self._options.eviction is None or not evict_due(self.layers, more, at_end=at_end):
+            return False
+        self._checkpoints.drop_all()
+        return True
 
     def checkpoint(self) -> int:
         """Take a checkpoint, to which :meth:`keep_prefix` and :meth:`crop` can go back.
@@ -214,6 +259,7 @@ class KvedgeCache(Cache):
     def reset(self) -> None:
         """Drop all tokens and checkpoints; the next tokens may be of another batch."""
         self._checkpoints.clear()
+        self._drafts.clear()
         super().reset()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
@@ -229,25 +275,39 @@ class KvedgeCache(Cache):
         length = self.get_seq_length()
         (number,) = (*args, *kwargs.values())
         kept = self._options.tokens_after_crop(number, length)
+        self._is_cropped = True
         if kept < length and session.why_not_back(self, kept, length) is not None:
             session.go_back_to_checkpoint(self, kept, length, exactly=True)
+            self._drafts.clear()
             return
         super().crop(*args, **kwargs)
+        self._drafts.go_back(self.layers, length - kept)
         self._checkpoints.drop_after(kept)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether :meth:`crop` can take back the last tokens of a draft in all layers."""
+        return all(
+            layer.is_croppable or (states.has_state(layer) and self._drafts.knows(index))
+            for index, layer in enumerate(self.layers)
+        )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Rearrange the sequences; checkpoints go."""
         self._checkpoints.clear()
+        self._drafts.clear()
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let each sequence be there `repeats` times; checkpoints go."""
         self._checkpoints.clear()
+        self._drafts.clear()
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some sequences; checkpoints go."""
         self._checkpoints.clear()
+        self._drafts.clear()
         super().batch_select_indices(indices)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -280,6 +340,11 @@ class KvedgeCache(Cache):
             RuntimeWarning,
             stacklevel=4,
         )
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """How the cache keeps within a budget; None: it keeps all tokens."""
+        return self._options.eviction
 
     @property
     def memory_bytes(self) -> int:
@@ -398,3 +463,16 @@ class KvedgeCache(Cache):
         cache = cls(config, num_threads=num_threads, **saved.options)
         session.fill(cache, saved, path)
         return cache
+
+
+def _check_evicts(options: StoreOptions, group: Any) -> None:
+    """InvalidArgumentError where tokens cannot be evicted."""
+    if group is not None:
+        raise InvalidArgumentError(
+            "a KvedgeCache over several ranks evicts no tokens: ranks hold them by their positions"
+        )
+    if options.shares_rows:
+        raise InvalidArgumentError(
+            "eviction is not for a model whose layers read the rows of an earlier one: their "
+            "queries come after the tokens went"
+        )

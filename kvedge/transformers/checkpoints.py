@@ -161,6 +161,10 @@ class Checkpoints:
         """Let go of those at which more tokens had been seen."""
         self._held = [one for one in self._held if one.length <= length]
 
+    def drop_all(self) -> None:
+        """Let go of all: none of them can be gone back to."""
+        self._held = []
+
     def clear(self) -> None:
-        """Let go of all."""
+        """Let go of all; another text begins."""
         self._held, self._was_prompt = [], False

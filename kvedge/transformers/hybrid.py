@@ -14,11 +14,17 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.kept_states import KeepsStates
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions
 
-__all__ = ["KvedgeHybridLayer", "KvedgeHybridSlidingLayer", "KvedgeStateLayer"]
+__all__ = [
+    "KvedgeHybridEvictingLayer",
+    "KvedgeHybridLayer",
+    "KvedgeHybridSlidingLayer",
+    "KvedgeStateLayer",
+]
 
 
 class KvedgeStateLayer(KeepsStates, LinearAttentionLayer):
@@ -68,6 +74,21 @@ class KvedgeHybridLayer(_WithState, LinearAttentionAndFullAttentionLayer):
         LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
         KvedgeLayer.__init__(self, options, index)
         self.keep_states_as(options.state_dtype)
+
+
+class KvedgeHybridEvictingLayer(
+    _WithState, KvedgeEvictingLayer, LinearAttentionAndFullAttentionLayer
+):
+    """Full attention that evicts tokens beside a state."""
+
+    def __init__(self, options: StoreOptions, index: int, number_of_states: int) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
+        KvedgeEvictingLayer.__init__(self, options, index)
+        self.keep_states_as(options.state_dtype)
+
+    def activate_past_recording(self) -> None:
+        """Keep states until :meth:`crop` is called; steps are drafts."""
+        LinearAttentionLayer.activate_past_recording(self)
 
 
 class KvedgeHybridSlidingLayer(

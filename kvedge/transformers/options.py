@@ -16,6 +16,7 @@ from kvedge.core.options import AttendOptions, PrecisionBits
 from kvedge.core.recommended import AUTO, IN_ROWS, recommended
 from kvedge.core.storage import NAMES, Storage
 from kvedge.errors import InvalidArgumentError
+from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
 
 __all__ = ["StoreOptions", "is_for_each_layer", "of_policy", "storage_of", "stored_text"]
@@ -61,6 +62,7 @@ class StoreOptions:
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another
     state_dtype: str | None = None  # of recurrent states; None: that of the model
+    eviction: Eviction | None = None  # of layers without a window; None: none
 
     def check(self, num_layers: int) -> None:
         """Raise what is wrong with an option, as far as it does not depend on a layer's shape.

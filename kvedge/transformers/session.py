@@ -37,6 +37,7 @@ from kvedge.layer.layer import store_of
 from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
 from kvedge.transformers.checkpoints import go_back
+from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.states import StateMark, has_state, mark_of, put
@@ -177,12 +178,17 @@ def keep_prefix(cache: Any, token_ids: Any) -> int:
 
 def why_not_back(cache: Any, kept: int, length: int) -> str | None:
     """Why a cache cannot go back to its first tokens without a checkpoint; None: it can."""
+    why = cache._drafts.why_not_back(cache.layers, length - kept)
+    if why is not None:
+        return f"{why}, from {length} to {kept}"
     for index, layer in enumerate(cache.layers):
         if has_state(layer) and not layer.record_past:
             return (
                 f"layer {index} has a linear-attention state, which cannot go back from {length} "
                 f"tokens to {kept}"
             )
+        if isinstance(layer, KvedgeEvictingLayer) and (why := layer.why_not_back(kept)):
+            return why
         if isinstance(layer, KvedgeSlidingLayer) and layer.rows:
             held = layer.num_held - (length - kept)
             if held < min(kept, layer.sliding_window - 1):
@@ -287,6 +293,8 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
             "dtype": str(layer.dtype).removeprefix("torch."),
             "rows": [places[id(row)] for row in layer.rows],
         }
+        if isinstance(layer, KvedgeEvictingLayer):
+            layers[number]["evicted"] = [row.num_dropped for row in layer.rows]
         if any(layer.padding):
             layers[number]["padding"] = layer.padding
     padded = any(layer and "padding" in layer for layer in layers)
@@ -323,6 +331,9 @@ def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors: dict[str, torch.Tensor] = {}
     has_previous: dict[str, list[bool]] = {}
     for index, layer in enumerate(cache.layers):
+        if isinstance(layer, KvedgeEvictingLayer):
+            noted = layer.tensors.items()
+            tensors |= {f"layers.{index}.attended.{name}": tensor for name, tensor in noted}
         if not has_state(layer):
             continue
         mark = mark_of(layer)
@@ -334,7 +345,7 @@ def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
                     state = state.codes
                 if state is not None:
                     tensors[f"layers.{index}.{kind}.{i}"] = state.contiguous()
-    return tensors, {"has_previous": has_previous} if has_previous else {}
+    return tensors, {"has_previous": has_previous} if has_previous or tensors else {}
 
 
 def _groups(cache: Any) -> Iterator[list[Any]]:
@@ -352,8 +363,10 @@ def _groups(cache: Any) -> Iterator[list[Any]]:
 def _saved_options(options: Any) -> dict[str, Any]:
     """Options of a cache for JSON; arrays are with the rows."""
     of_states = {} if options.state_dtype is None else {"state_dtype": options.state_dtype}
+    eviction = {} if options.eviction is None else {"eviction": str(options.eviction)}
     saved = {
         **of_states,
+        **eviction,
         **options.storage,
         "precision_bits": options.precision_bits,
         "tolerance": options.tolerance,
@@ -487,13 +500,14 @@ def _read_rows(folder: str, name: str, conversation: str) -> Any:
     return rows
 
 
-def _padding(saved: Any, rows: list[Any]) -> list[int]:
+def _padding(of_layer: dict[str, Any], rows: list[Any]) -> list[int]:
     """The padding before each row, as it was saved."""
+    saved, evicted = of_layer.get("padding"), of_layer.get("evicted", [0] * len(rows))
     if saved is None:
         return [0] * len(rows)
     if len(saved) != len(rows) or any(type(gap) is not int or gap < 0 for gap in saved):
         raise ValueError(f"{saved} is no padding of {len(rows)} rows")
-    if len({len(row) + gap for row, gap in zip(rows, saved, strict=True)}) > 1:
+    if len({len(row) + sum(more) for row, *more in zip(rows, saved, evicted, strict=True)}) > 1:
         raise ValueError("rows of a layer differ in length")
     padding: list[int] = saved
     return padding
@@ -505,13 +519,21 @@ def fill(cache: Any, saved: Saved, path: Any) -> None:
     try:
         if len(rows) != len(cache.layers):
             raise ValueError(f"{len(rows)} layers, and the model has {len(cache.layers)}")
-        for layer, of_rows, own in zip(cache.layers, fields["layers"], rows, strict=True):
+        for index, (layer, of_rows, own) in enumerate(
+            zip(cache.layers, fields["layers"], rows, strict=True)
+        ):
             if of_rows is None:
                 continue
             if not isinstance(layer, KvedgeLayer):
                 raise ValueError("rows of a layer that holds none")
             layer.rows = own
-            layer.padding = _padding(of_rows.get("padding"), own)
+            if isinstance(layer, KvedgeEvictingLayer):
+                begin = f"layers.{index}.attended."
+                names = [name for name in saved.states if name.startswith(begin)]
+                noted = {name.removeprefix(begin): saved.states[name] for name in names}
+                layer.loaded(of_rows["evicted"], noted)
+                own = layer.rows
+            layer.padding = _padding(of_rows, own)
             layer.dtype = getattr(torch, of_rows["dtype"])
             layer.is_initialized = True
             layer.version += 1

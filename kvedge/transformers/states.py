@@ -13,7 +13,7 @@ from transformers import cache_utils
 
 from kvedge.transformers.kept_states import Int8State, Int8States
 
-__all__ = ["StateMark", "has_state", "kept", "mark_of", "put"]
+__all__ = ["StateMark", "can_have_states", "has_state", "kept", "mark_of", "put"]
 
 _STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
 
@@ -30,6 +30,11 @@ class StateMark(NamedTuple):
         """Bytes of the tensors."""
         held = (*self.conv.values(), *self.recurrent.values())
         return sum(0 if state is None else state.nbytes for state in held)
+
+
+def can_have_states() -> bool:
+    """Whether caches of the installed transformers have layers with states."""
+    return _STATE is not None
 
 
 def has_state(layer: Any) -> bool:

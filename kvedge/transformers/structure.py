@@ -9,6 +9,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvedge.errors import InvalidArgumentError
+from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions
 
@@ -83,7 +84,8 @@ def _layer_for(layer: Any, index: int, options: StoreOptions, share: Any) -> Any
 
         return KvedgeShardedLayer(options, index, share)
     if kind is DynamicLayer:
-        return KvedgeLayer(options, index)
+        one = KvedgeLayer if options.eviction is None else KvedgeEvictingLayer
+        return one(options, index)
     if kind is DynamicSlidingWindowLayer:
         return KvedgeSlidingLayer(options, index, layer.sliding_window)
     if kind in _KEPT[:1] and options.state_dtype is not None:
@@ -98,6 +100,8 @@ def _layer_for(layer: Any, index: int, options: StoreOptions, share: Any) -> Any
         states = layer.number_of_states
         if isinstance(layer, DynamicSlidingWindowLayer):
             return hybrid.KvedgeHybridSlidingLayer(options, index, layer.sliding_window, states)
+        if options.eviction is not None:
+            return hybrid.KvedgeHybridEvictingLayer(options, index, states)
         return hybrid.KvedgeHybridLayer(options, index, states)
     raise InvalidArgumentError(
         f"layer {index} of the model needs a {kind.__name__}, which a KvedgeCache has not: use "

@@ -43,6 +43,21 @@ def test_the_text_that_comes_along_has_the_tokens_read_by_default(capsys):
     assert report["tokens"] == 8192
 
 
+def test_a_quarter_of_the_tokens_costs_a_quarter_of_the_bytes(capsys):
+    methods = ("sinks+recent", "heavy", "snapkv")
+    formats = [
+        f"float32:eviction={method},eviction_tokens=64,eviction_sinks=1"
+        + (",eviction_window=8" if method == "snapkv" else "")
+        for method in methods
+    ]
+    report = _eval(capsys, "--tokens", 2048, "--window", 256, "--formats", *formats)
+    float32, *others = report["formats"]
+    for each in others:
+        assert 1e-3 < each["kl"] < 0.1
+        assert each["bytes_per_token"] < 0.26 * float32["bytes_per_token"]
+        assert each["options"]["eviction"].endswith(("tokens=64,sinks=1", "window=8"))
+
+
 def test_model_text_and_formats_are_taken(tmp_path, capsys):
     model, text = tmp_path / "model.bin", tmp_path / "text.txt"
     shutil.copy(STORIES_MODEL, model)

@@ -691,6 +691,9 @@ def test_sampling_options_go_on_with_the_session(session, capsys):
         ("--stop", ""),
         ("--window", "8,8"),
         ("--window", "8", "--on-full", "shift"),
+        ("--evict", "heavy:tokens=64", "--on-full", "shift"),
+        ("--evict", "oldest:tokens=64"),
+        ("--evict", "heavy"),
         ("--compare", "--top-k", 3),
         ("--system", "x"),
         ("--chat", "--json"),
@@ -698,6 +701,20 @@ def test_sampling_options_go_on_with_the_session(session, capsys):
 )
 def test_values_that_make_no_sense_are_refused(arguments, capsys):
     _fails(capsys, *arguments, code=exits.USAGE)
+
+
+@pytest.mark.parametrize("method", ["sinks+recent", "heavy", "snapkv"])
+def test_a_cache_in_bounded_memory_is_saved_and_goes_on(session, capsys, method):
+    more = ("--evict", f"{method}:tokens=64")
+    _generate(capsys, "-n", 100, *more, "--save-session", session)
+    cache = kvedge.KVCache.load(session)
+    layers = [cache.layer(index) for index in range(cache.num_layers)]
+    assert len(cache) > 90
+    assert all(60 <= len(one) <= 64 and one.num_dropped + len(one) == len(cache) for one in layers)
+    _generate(capsys, "-n", 50, *more, "--load-session", session, "--save-session", session)
+    longer = kvedge.KVCache.load(session)
+    assert len(longer) == len(cache) + 50
+    assert all(len(longer.layer(index)) <= 64 for index in range(cache.num_layers))
 
 
 def test_windows_and_formats_of_keys_reach_the_cache(session, capsys):

@@ -23,7 +23,7 @@ ORDER = [
         "kvedge.threads",
     ],
     ["kvedge.layer", "kvedge.states"],
-    ["kvedge.files"],
+    ["kvedge.files", "kvedge.eviction"],
     ["kvedge.cache"],
     ["kvedge.paged", "kvedge.batch", "kvedge.multi_head", "kvedge.policy", "kvedge.layer_policy"],
     ["kvedge.backends.native", "kvedge.backends.numpy"],

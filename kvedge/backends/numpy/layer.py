@@ -38,12 +38,14 @@ class LayerStore:
     key_rule: KeyRule
     parts: StoreParts | None
     turns: Turns | None
+    evicted_at: int
 
     _now: Held  # replaced as a whole, so that a reader sees one moment
     _last_row: int  # rows below it have been written
 
     def open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
         self.frozen = self.key_map_is_open = False
+        self.evicted_at = 0
         self.key_rule = KeyRule()
         self.parts = None
         self.turns = None
@@ -105,7 +107,7 @@ class LayerStore:
 
     def restart(self, num_dropped: int = 0) -> None:
         self._now = self._now._replace(start=0, num_tokens=0, num_dropped=num_dropped)
-        self._last_row = 0
+        self._last_row = self.evicted_at = 0
         self.turns = None
         if self.parts is not None:
             self.parts.restart(num_dropped)
@@ -121,6 +123,11 @@ class LayerStore:
 
     def keep(self, indices: np.ndarray) -> None:
         keep_rows(self, indices)
+
+    def evicted(self, kept: int) -> None:
+        held = self._now
+        dropped = held.num_dropped + held.num_tokens - kept
+        self._now = held._replace(num_tokens=kept, num_dropped=dropped)
 
     def push(self, keys: Array, values: Array) -> None:
         checks.check_unfrozen(self.frozen)

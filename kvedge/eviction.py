@@ -1,0 +1,497 @@
+"""Which tokens a cache of bounded memory evicts, and which it keeps.
+
+Three ways to choose, each named for what is kept besides the last tokens:
+
+- ``"sinks+recent"``: the first tokens (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453).
+- ``"heavy"``: those that queries so far attended to most, summed up (H2O, Zhang et al. 2023,
+  arXiv:2306.14048). Attention's kernels know a tile's softmax before they know its denominator; so
+  the sums are made anew, of every 32nd query alone.
+- ``"snapkv"``: those that the last queries, of a prompt's end mostly, attend to, beside neighbours
+  (SnapKV, Li et al. 2024, arXiv:2404.14469).
+
+Tokens have no positions of their own once others are gone: keys are rotated by the model, and the
+next token's position is the number of tokens seen. An :class:`Eviction` holds numbers only; what a
+layer's queries attended to is in an :class:`Attended` for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from kvedge.core import checks, memory
+from kvedge.core.config import LayerConfig, as_int
+from kvedge.core.options import default_scale
+from kvedge.errors import InvalidArgumentError
+from kvedge.layer import evicting
+from kvedge.layer.store import LayerStore
+
+__all__ = ["Attended", "CacheEviction", "Eviction"]
+
+Method: TypeAlias = Literal["sinks+recent", "heavy", "snapkv"]
+_METHODS = ("sinks+recent", "heavy", "snapkv")
+_OF_POSITIONS = {"mask", "alibi_slopes", "window", "start", "causal"}  # options of attention
+_FLUSH = 64  # queries that wait until they are summed up, at most
+_DRAFT = 64  # last positions whose queries wait, since they may be taken back
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """How a cache keeps its memory within a budget, by forgetting tokens.
+
+    Parameters
+    ----------
+    method : {"sinks+recent", "heavy", "snapkv"}
+        Which tokens are kept besides the last ones: the first; those that queries attended to most,
+        summed up (H2O); those that a prompt's last queries attend to (SnapKV).
+    tokens : int, optional
+        The budget: tokens that each layer without a window holds at most, between two steps. A
+        prompt that enters at once is held whole while it is read.
+    num_bytes : int, optional
+        The budget in bytes instead, of all these layers together.
+    sinks : int
+        First tokens that are always kept; of runs (kivi) whole ones.
+    recent : int, optional
+        Last tokens that are always kept. By default half of the budget for "heavy", `window` for
+        "snapkv"; "sinks+recent" has no other tokens. A layer's ``recent`` + 64 are kept in any
+        case, and 96 at least where it has runs.
+    per : {"head", "layer"}
+        Whether each KV head keeps tokens of its own, as many as the others, or all the same.
+    window : int
+        "snapkv": last queries that choose.
+    pool : int
+        "snapkv": tokens around one that share the largest of their sums.
+    every : int
+        "heavy": one of so many queries is counted.
+
+    Raises
+    ------
+    InvalidArgumentError
+
+    Examples
+    --------
+    >>> Eviction("heavy", tokens=512)
+    Eviction('heavy:tokens=512')
+    >>> Eviction.parse("snapkv:tokens=256,per=layer").per
+    'layer'
+    """
+
+    method: Method
+    tokens: int | None = None
+    num_bytes: int | None = None
+    sinks: int = 4
+    recent: int | None = None
+    per: Literal["head", "layer"] = "head"
+    window: int = 32
+    pool: int = 7
+    every: int = 32
+
+    def __post_init__(self) -> None:
+        """Check what was given."""
+        if self.method not in _METHODS:
+            raise InvalidArgumentError(
+                f"the method of eviction must be {', '.join(_METHODS)}, not "
+                f"{checks.describe(self.method)}"
+            )
+        if self.per not in ("head", "layer"):
+            raise InvalidArgumentError(
+                f'per must be "head" or "layer", not {checks.describe(self.per)}'
+            )
+        if (self.tokens is None) == (self.num_bytes is None):
+            raise InvalidArgumentError("a budget of eviction is either tokens or num_bytes")
+        least = {"tokens": 1, "num_bytes": 1, "sinks": 0, "recent": 1}
+        for name in ("tokens", "num_bytes", "sinks", "recent", "window", "pool", "every"):
+            value = getattr(self, name)
+            if value is not None:
+                number = as_int(value, name)
+                if number < least.get(name, 1):
+                    raise InvalidArgumentError(
+                        f"{name} must be at least {least.get(name, 1)}, not {number}"
+                    )
+                object.__setattr__(self, name, number)
+        if self.tokens is not None:
+            self._check_budget(self.tokens, 0, 1)
+
+    @classmethod
+    def parse(cls, text: str) -> Eviction:
+        """Read what ``str()`` of one gives: ``"heavy:tokens=512,per=layer"``."""
+        method, _, rest = text.partition(":")
+        given: dict[str, Any] = {}
+        known = [each.name for each in fields(cls) if each.name != "method"]
+        for option in rest.split(",") if rest else ():
+            name, equals, value = option.partition("=")
+            if name not in known or not equals:
+                raise InvalidArgumentError(
+                    f"{text!r}: no option {option!r}, only {'=, '.join(known)}="
+                )
+            try:
+                given[name] = value if name == "per" else int(value)
+            except ValueError:
+                raise InvalidArgumentError(
+                    f"{text!r}: {name} must be a whole number, not {value!r}"
+                ) from None
+        return cls(method, **given)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, given: Any) -> Eviction | None:
+        """One that is given as such, as a text or a mapping; None: none."""
+        if given is None or isinstance(given, Eviction):
+            return given
+        if isinstance(given, str):
+            return cls.parse(given)
+        if isinstance(given, Mapping):
+            try:
+                return cls(**given)
+            except TypeError as error:
+                raise InvalidArgumentError(f"eviction: {error}") from None
+        raise InvalidArgumentError(
+            f"eviction must be an Eviction, or its text, not {checks.describe(given)}"
+        )
+
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it."""
+        given = [
+            f"{each.name}={getattr(self, each.name)}"
+            for each in fields(self)
+            if each.name != "method" and getattr(self, each.name) != each.default
+        ]
+        return f"{self.method}:{','.join(given)}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    # ---- numbers of tokens -----------------------------------------------------------------------
+
+    def tokens_for(self, configs: Sequence[LayerConfig]) -> int:
+        """Tokens that each of some layers may hold, all of them together within the budget."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.num_bytes is not None
+        return self.num_bytes // max(sum(map(memory.token_bytes, configs)), 1)
+
+    def check(self, config: LayerConfig, tokens: int) -> None:
+        """InvalidArgumentError if a layer cannot do with so many tokens."""
+        self._check_budget(tokens, evicting.tail_needed(config), evicting.unit_of(config))
+
+    def _check_budget(self, tokens: int, tail: int, unit: int) -> None:
+        if self._fits(tokens, tail, unit):
+            return
+        sinks, recent = self._always(tokens, tail, unit)
+        least = next(n for n in itertools.count(tokens + 1) if self._fits(n, tail, unit))
+        raise InvalidArgumentError(
+            f"{self}: a budget of {tokens} tokens is too little for {sinks} first and {recent} "
+            f"last ones that are always kept{'' if unit == 1 else ', in runs of 32'}, and others: "
+            f"it has to be {least} at least"
+        )
+
+    def _fits(self, tokens: int, tail: int, unit: int) -> bool:
+        """Whether tokens to choose from are left once some went, of so many."""
+        room = self.room_in(tokens, unit)
+        sinks, recent = self._always(room, tail, unit)
+        others = 0 if self.method == "sinks+recent" else unit
+        return sinks + recent + (unit - 1) + others <= room
+
+    def _always(self, tokens: int, tail: int, unit: int) -> tuple[int, int]:
+        """First and last tokens that are kept in any case, of so many."""
+        sinks = -(-self.sinks // unit) * unit
+        if self.method == "sinks+recent":
+            return sinks, max(tokens - sinks - (unit - 1), tail, 1)
+        recent = self.recent
+        if recent is None:
+            recent = tokens // 2 if self.method == "heavy" else self.window
+        if self.method == "snapkv":
+            recent = max(recent, self.window)
+        return sinks, max(recent, tail)
+
+    def is_due(self, held: int, more: int, tokens: int) -> bool:
+        """Whether a layer has to evict before `more` come, to hold no more than `tokens`."""
+        return held + min(more, 1) > tokens
+
+    def room_in(self, tokens: int, unit: int) -> int:
+        """Tokens to keep when some have to go: a few fewer than the budget, to do it seldom."""
+        spare = max(1, min(64, tokens // 16))
+        return tokens - -(-spare // unit) * unit
+
+
+class _Query(NamedTuple):
+    """A query row that is to be counted."""
+
+    position: int
+    rows: np.ndarray  # (num_heads, head_dim) float32
+    scale: float
+    softcap: float | None
+    sink_logits: np.ndarray | None  # (num_heads,)
+
+
+class Attended:
+    """What queries of one layer have attended to, and what the layer keeps by it.
+
+    Going back behind a query forgets it, as long as it waits to be summed up: the last 64 do.
+    """
+
+    __slots__ = ("_queries", "_sums", "eviction")
+
+    def __init__(self, eviction: Eviction) -> None:
+        self.eviction = eviction
+        self._sums: np.ndarray | None = None  # float32 (num_kv_heads, tokens held then)
+        self._queries: list[_Query] = []
+
+    def copy(self) -> Attended:
+        """An independent one; arrays are not changed, but replaced."""
+        other = Attended(self.eviction)
+        other._sums, other._queries = self._sums, list(self._queries)
+        return other
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attended:
+        """As :meth:`copy`."""
+        return self.copy()
+
+    def clear(self) -> None:
+        """Know of no query."""
+        self._sums, self._queries = None, []
+
+    def positions(self, first: int, end: int) -> range:
+        """Of the queries at these positions those that are to be noted."""
+        one = self.eviction
+        if one.method == "heavy":
+            return range(first + (-1 - first) % one.every, end, one.every)
+        return range(max(first, end - one.window) if one.method == "snapkv" else end, end)
+
+    def saw(
+        self,
+        store: LayerStore,
+        query: np.ndarray,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink_logits: Any = None,
+    ) -> None:
+        """Note queries (n, num_heads, head_dim) of the last n tokens, which have attended."""
+        one, end = self.eviction, store.end()
+        first = end - len(query)
+        chosen = self.positions(first, end)
+        if self._queries and self._queries[-1].position >= first:  # it was gone back
+            self._queries = [each for each in self._queries if each.position < first]
+        if not chosen:
+            return
+        if scale is None:
+            scale = default_scale(store.config.head_dim)
+        if sink_logits is not None:
+            sink_logits = np.array(sink_logits, np.float32)
+        for position in chosen:
+            rows = np.array(query[position - first], np.float32, order="C")
+            self._queries.append(_Query(position, rows, float(scale), softcap, sink_logits))
+        if one.method == "snapkv":
+            del self._queries[: -one.window]
+        elif len(self._queries) > _FLUSH:
+            self._sum_up(store, end - _DRAFT)
+
+    def _sum_up(self, store: LayerStore, before: int) -> None:
+        """Add the queries before a position to the sums."""
+        now = [each for each in self._queries if each.position < before]
+        if now:
+            self._queries = self._queries[len(now) :]
+            self._sums = _mass_of(store, now, self._sums)
+
+    def choose(self, store: LayerStore, tokens: int) -> np.ndarray:
+        """The rows to keep of a layer, so many at most: (n,), or (num_kv_heads, n)."""
+        one, config, held = self.eviction, store.config, len(store)
+        unit = evicting.unit_of(config)
+        sinks, recent = one._always(tokens, evicting.tail_needed(config), unit)
+        tail = max(held - recent, 0) // unit * unit
+        sinks = min(sinks, tail)
+        room = max(tokens - sinks - (held - tail), 0) // unit  # in units, as below
+        between = (tail - sinks) // unit
+        if one.method == "sinks+recent" or not room:
+            return np.concatenate([np.arange(sinks), np.arange(tail, held)])
+        mass = self._mass(store)[:, sinks:tail]  # (num_kv_heads, tokens)
+        if one.per == "layer":
+            mass = mass.sum(0, keepdims=True)
+        if one.method == "snapkv":
+            mass = _pooled(mass, one.pool)
+        mass = mass.reshape(len(mass), between, unit).sum(2)
+        # Of equals the later ones.
+        order = np.argsort(-mass[:, ::-1], axis=1, kind="stable")
+        best = np.sort(between - 1 - order[:, : min(room, between)], axis=1)
+        rows: np.ndarray = (sinks + best[..., None] * unit + np.arange(unit)).reshape(len(best), -1)
+        ends = [np.broadcast_to(part, (len(rows), len(part))) for part in
+                (np.arange(sinks), np.arange(tail, held))]  # fmt: skip
+        kept = np.concatenate([ends[0], rows, ends[1]], axis=1)
+        return kept if len(kept) > 1 else np.asarray(kept[0])
+
+    def _mass(self, store: LayerStore) -> np.ndarray:
+        """Softmax mass of each token held, (num_kv_heads, tokens)."""
+        if self.eviction.method == "heavy":
+            self._sum_up(store, store.end())
+            mass = self._sums
+        else:
+            now = [each for each in self._queries if each.position < store.end()]
+            mass = _mass_of(store, now, None) if now else None
+        return _fitted(mass, store)
+
+    def kept(self, store: LayerStore, rows: np.ndarray) -> None:
+        """Note that a layer is about to keep these rows alone."""
+        if self._sums is not None:
+            sums = _fitted(self._sums, store)
+            at = np.broadcast_to(np.atleast_2d(rows), (len(sums), rows.shape[-1]))
+            self._sums = np.take_along_axis(sums, at, axis=1)
+
+    # ---- as arrays, for files --------------------------------------------------------------------
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All that is noted."""
+        made = {} if self._sums is None else {"sums": self._sums}
+        queries = self._queries
+        if queries:
+            nan = float("nan")
+            made["positions"] = np.array([one.position for one in queries], np.int64)
+            made["queries"] = np.stack([one.rows for one in queries])
+            made["scales"] = np.array(
+                [(one.scale, nan if one.softcap is None else one.softcap) for one in queries]
+            )
+            if queries[-1].sink_logits is not None:
+                made["sink_logits"] = queries[-1].sink_logits
+        return made
+
+    @classmethod
+    def of_arrays(cls, eviction: Eviction, arrays: Mapping[str, np.ndarray]) -> Attended:
+        """What :attr:`arrays` gave.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            They are none of these.
+        """
+        made = cls(eviction)
+        if "sums" in arrays:
+            made._sums = np.array(arrays["sums"], np.float32)
+            if made._sums.ndim != 2:
+                raise ValueError(f"sums of shape {made._sums.shape}")
+        if "positions" in arrays:
+            for position, rows, (scale, cap) in zip(
+                arrays["positions"].tolist(),
+                np.array(arrays["queries"], np.float32),
+                arrays["scales"].tolist(),
+                strict=True,
+            ):
+                softcap, sinks = None if cap != cap else cap, arrays.get("sink_logits")
+                made._queries.append(_Query(int(position), rows, scale, softcap, sinks))
+        return made
+
+
+def _fitted(mass: np.ndarray | None, store: LayerStore) -> np.ndarray:
+    """Sums (num_kv_heads, len) of the tokens held, by earlier ones of fewer or more tokens."""
+    made = np.zeros((store.config.num_kv_heads, len(store)), np.float32)
+    if mass is not None:
+        n = min(mass.shape[1], made.shape[1])
+        made[:, :n] = mass[:, :n]
+    return made
+
+
+def _mass_of(store: LayerStore, queries: Sequence[_Query], before: np.ndarray | None) -> np.ndarray:
+    """Softmax mass that queries give to the tokens held, besides sums from before.
+
+    Each sees the tokens up to its own, which all lie without a gap since the last eviction.
+    """
+    made, dropped = _fitted(before, store), store.held().num_dropped
+    for query in queries:
+        logits = store.scores(query.rows, scale=query.scale)  # (num_heads, tokens)
+        logits = logits[:, : query.position + 1 - dropped]
+        if query.softcap is not None:
+            logits = np.float32(query.softcap) * np.tanh(logits / np.float32(query.softcap))
+        top = logits.max(axis=1, keepdims=True)
+        p = np.subtract(logits, top, out=logits)
+        np.exp(p, out=p)
+        total = p.sum(axis=1, keepdims=True)
+        if query.sink_logits is not None:
+            with np.errstate(over="ignore"):  # all of the mass is the sink's
+                total += np.exp(query.sink_logits[:, None] - top)
+        share = (1 / total).reshape(len(made), 1, -1)  # of each query head of a KV head
+        made[:, : p.shape[1]] += np.matmul(share, p.reshape(len(made), -1, p.shape[1]))[:, 0]
+    return made
+
+
+def _pooled(mass: np.ndarray, width: int) -> np.ndarray:
+    """The largest of `width` neighbours of each token, itself included."""
+    before = width // 2
+    padded = np.pad(mass, ((0, 0), (before, width - 1 - before)))
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1))
+
+
+class CacheEviction:
+    """The eviction of all layers of a :class:`kvedge.KVCache`, by their numbers."""
+
+    def __init__(self, eviction: Eviction, numbered: Sequence[tuple[int, LayerStore]]) -> None:
+        self.eviction = eviction
+        configs = [store.config for _, store in numbered if store.config.window is None]
+        tokens = eviction.tokens_for(configs)
+        for config in configs:
+            eviction.check(config, tokens)
+        self.of_layers = {
+            number: Attended(eviction) for number, store in numbered if store.config.window is None
+        }
+        self.in_prompt = False  # the last step had several tokens
+
+    def saw(self, index: int, store: LayerStore, query: Any, options: Mapping[str, Any]) -> None:
+        """Note queries that have attended to a layer."""
+        attended = self.of_layers.get(index)
+        if attended is None:
+            return
+        is_one = isinstance(query, np.ndarray) and query.ndim == 2
+        if is_one and not attended.positions(store.end() - 1, store.end()):
+            self.in_prompt = False
+            return
+        query, _ = checks.as_query(
+            query, store.config, finite=False, layout=options.get("layout", "nhd")
+        )
+        self.in_prompt = len(query) > 1
+        known = {name: options.get(name) for name in ("scale", "softcap", "sink_logits")}
+        attended.saw(store, query, **known)
+
+    @staticmethod
+    def check_options(store: LayerStore, options: Mapping[str, Any]) -> None:
+        """InvalidArgumentError for options of attention that tell of positions."""
+        if store.config.window is not None or not options.keys() & _OF_POSITIONS:
+            return
+        for name in ("mask", "alibi_slopes", "window", "start"):
+            given = options.get(name)
+            if given is not None and not (name == "start" and isinstance(given, int) and not given):
+                raise InvalidArgumentError(
+                    f"{name} counts positions of tokens, which a cache with eviction does not know"
+                )
+        if options.get("causal", True) is not True:
+            raise InvalidArgumentError("a cache with eviction has causal attention alone")
+
+    def copy(self) -> CacheEviction:
+        """An independent one."""
+        other = CacheEviction(self.eviction, ())
+        other.of_layers = {number: one.copy() for number, one in self.of_layers.items()}
+        other.in_prompt = self.in_prompt
+        return other
+
+    def clear(self) -> None:
+        """Know of no query."""
+        self.in_prompt = False
+        for attended in self.of_layers.values():
+            attended.clear()
+
+    def due(
+        self, numbered: Sequence[tuple[int, LayerStore]], more: int
+    ) -> list[tuple[int, np.ndarray]]:
+        """Layers that have to evict before `more` tokens come, with the rows they keep."""
+        one, found = self.eviction, []
+        bounded = [(number, store) for number, store in numbered if number in self.of_layers]
+        tokens = one.tokens_for([store.config for _, store in bounded])  # as stored now
+        for number, store in bounded:
+            if one.is_due(len(store), more, tokens):
+                one.check(store.config, tokens)
+                room = one.room_in(tokens, evicting.unit_of(store.config))
+                found.append((number, self.of_layers[number].choose(store, room)))
+        return found
