@@ -9,7 +9,7 @@ from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 from tiny_structures import structure_of
 
 from kvedge.errors import InvalidArgumentError, KvedgeError
-from kvedge.transformers import accelerate, cache_argument
+from kvedge.transformers import accelerate, cache_argument, enable_drafts
 
 DynamicCache = transformers.DynamicCache
 pytestmark = pytest.mark.skipif(
@@ -216,6 +216,18 @@ def test_beams_and_drafts_write_the_same_text(name, options):
     wanted, _ = written(model, inputs, **options)
     accelerate(model)
     assert written(model, inputs, **options)[0] == wanted
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_drafts_on_a_kvedge_cache_write_the_same_text(name):
+    model, _, _ = structure_of(name)
+    model.set_attn_implementation("kvedge")
+    inputs = {k: torch.cat([t, t], 1) for k, t in prompt(1, 12).items()}
+    wanted, _ = written(model, inputs)
+    accelerate(model)
+    enable_drafts(model)
+    cache = {cache_argument(model): KvedgeCache(model.config, dtype="float32")}
+    assert written(model, inputs, **DRAFTS, **cache)[0] == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
