@@ -389,3 +389,34 @@ def test_a_model_that_computes_nan_does_so_still(name):
         embeddings = model.get_input_embeddings()(prompt(1, 20)["input_ids"])
         embeddings[0, 7] = float("nan")
         assert model(inputs_embeds=embeddings).logits[0, 7:].isnan().all()
+
+
+def test_functions_that_a_layer_has_as_attributes_are_replaced_too():
+    # as in earlier versions of transformers 5
+    models = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    plain = models.torch_recurrent_gated_delta_rule
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent_gated_delta_rule = plain
+            self.causal_conv1d_fn = None
+
+        def forward(self, *args, **options):
+            assert self.causal_conv1d_fn is None
+            return self.recurrent_gated_delta_rule(*args, output_final_state=True, **options)
+
+    layer = Layer()
+    rows = torch.randn(3, 1, 5, 4, 16)
+    accelerate(layer)
+    second = accelerate(layer)
+    assert [layer.functions for layer in second.replaced] == [("recurrent_gated_delta_rule",)]
+    assert [layer.reason.partition(":")[0] for layer in second.left] == ["causal_conv1d_fn"]
+    assert layer.recurrent_gated_delta_rule is not plain
+    given = {"g": -torch.rand(1, 5, 4), "beta": torch.full((1, 5, 4), 0.5)}
+    for got, wanted in zip(
+        layer(*rows, **given), plain(*rows, output_final_state=True, **given), strict=True
+    ):
+        assert_close(got, wanted)
+    second.restore()
+    assert layer.recurrent_gated_delta_rule is plain and not forwards(layer)
