@@ -6,7 +6,9 @@
 No trained model with states is small enough to come along, so one is made: Qwen3.5's layers (three
 gated delta nets to one of full attention), a vocabulary of bytes, on the first nine tenths of the
 texts. What is measured is the end of the first text, read byte by byte, so that a state is rounded
-at each, as in writing; against a run whose states are float32. Needs torch and transformers.
+at each, as in writing; against a run whose states are float32. The runs are rows of one batch, with
+keys and values in int8; rounding is what ``KvedgeCache(state_dtype=)`` does. Needs torch and
+transformers.
 """
 
 import argparse
@@ -16,9 +18,15 @@ from pathlib import Path
 import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from kvedge.transformers import KvedgeCache
+from kvedge.transformers import KvedgeCache, accelerate
+from kvedge.transformers.kept_states import Int8State
 
-FORMATS = ("float32", "bfloat16", "int8")
+# What a state is after it was kept in a type.
+FORMATS = {
+    "float32": lambda state: state,
+    "bfloat16": lambda state: state.bfloat16().float(),
+    "int8": lambda state: Int8State.of(state).decoded(),
+}
 HELD_BACK = 0.1  # of each text, at its end
 LENGTH, BATCH = 512, 4  # of a step of training, in bytes
 RATE, WARM_UP = 3e-3, 50  # steps
@@ -82,23 +90,17 @@ def train(model, text, minutes):
 @torch.inference_mode()
 def measure(model, text, context):
     """Loss and KL of each format at each position, nats."""
-    caches = {
-        name: KvedgeCache(model.config, dtype="float32", checkpoints=0, state_dtype=name)
-        for name in FORMATS
-    }
-    losses, divergences = (
-        {name: torch.zeros(context, dtype=torch.float64) for name in FORMATS} for _ in range(2)
-    )
+    cache = KvedgeCache(model.config, dtype="int8", checkpoints=0)
+    losses, divergences = torch.zeros(2, len(FORMATS), context, dtype=torch.float64)
     for at in range(context):
-        logs = {
-            name: model(input_ids=text[None, at : at + 1], past_key_values=cache).logits[0, -1]
-            for name, cache in caches.items()
-        }
-        logs = {name: row.double().log_softmax(-1) for name, row in logs.items()}
-        plain = logs["float32"]
-        for name, row in logs.items():
-            losses[name][at] = -row[text[at + 1]]
-            divergences[name][at] = (plain.exp() * (plain - row)).sum()
+        ids = text[at].expand(len(FORMATS), 1)
+        logs = model(input_ids=ids, past_key_values=cache).logits[:, -1].double().log_softmax(-1)
+        losses[:, at] = -logs[:, text[at + 1]]
+        divergences[:, at] = (logs[0].exp() * (logs[0] - logs)).sum(-1)
+        for layer in cache.layers:
+            if (state := getattr(layer, "recurrent_states", {}).get(0)) is not None:
+                for row, kept in zip(state, FORMATS.values(), strict=True):
+                    row.copy_(kept(row))
         if (at + 1) % 2048 == 0:
             print(f"{at + 1} tokens", flush=True)
     return losses, divergences
@@ -110,12 +112,12 @@ def report(losses, divergences, context):
     ranges = list(zip([0, *edges], edges, strict=False))
     print("| states | " + " | ".join(f"to {end:,} tokens" for _, end in ranges) + " |")
     print("|:--|" + "--:|" * len(ranges))
-    for name in FORMATS:
+    for row, name in enumerate(FORMATS):
         cells = []
         for start, end in ranges:
-            loss = losses[name][start:end].mean()
-            more = loss - losses["float32"][start:end].mean()
-            kl = divergences[name][start:end].mean()
+            loss = losses[row, start:end].mean()
+            more = loss - losses[0, start:end].mean()
+            kl = divergences[row, start:end].mean()
             cells.append(f"{loss:.4f}" if name == "float32" else f"{more:+.5f}, {kl:.1e}")
         print(f"| {name} | " + " | ".join(cells) + " |")
 
@@ -139,7 +141,8 @@ def main():
         torch.save(model.state_dict(), options.save)
     if options.context:
         model.set_attn_implementation("kvedge")
-        report(*measure(model.eval(), held_back[0], options.context), options.context)
+        accelerate(model.eval())
+        report(*measure(model, held_back[0], options.context), options.context)
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ class KvCachePolicy:
         if self._memory_bytes is None:
             return False
         target = self._step_for(cache, more)
-        if target == self._step_of(cache):
+        if target == self._step_of(cache) or not state_of(cache).stores:  # states have no format
             return False
         widest = max(config.widest for config in state_of(cache).format.layers)
         cache.requantize(**self._steps[target].options(widest))

@@ -104,6 +104,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="begin with as much of the prompt as FILE holds, compute the rest, and keep all of it "
         "in FILE, which is made if it is not there",
     )
+    session.add_argument(
+        "--namespace",
+        metavar="TEXT",
+        help="with --prompt-cache: a tenant, an adapter, an image, in whose name FILE is used",
+    )
     chat.add_options(parser.add_argument_group("chat"))
     ranks.add_options(parser.add_argument_group("several processes, under torchrun"))
     parser.add_argument(
@@ -170,6 +175,9 @@ def _check(options: argparse.Namespace) -> None:
         _refuse(options, _OF_COMPARE, "--compare, which runs both caches, greedy")
         if options.tokens < 1:
             raise UsageError("--compare needs at least one token: --tokens 1 or more")
+    space = options.namespace
+    if space is not None and (options.prompt_cache is None or not space or not space.isprintable()):
+        raise UsageError("--namespace TEXT, of printable characters, goes with --prompt-cache FILE")
     if options.prompt_cache is not None:
         _refuse(options, ("save_session", "load_session", "chat"), "--prompt-cache")
     chat.check(options)

@@ -23,7 +23,7 @@ __all__ = ["add_options", "load", "run"]
 
 _FOREIGN = (
     *("model", "tokenizer", "context", "window", "compare"),
-    *("save_session", "load_session", "prompt_cache"),
+    *("save_session", "load_session", "prompt_cache", "namespace"),
 )
 
 

@@ -9,6 +9,8 @@ The cache is kvedge's own session file (:meth:`kvedge.KVCache.save`). Its user m
     sampling              JSON: how tokens were chosen, the seed, the state of the random generator
     exact_tokens          how many first tokens have keys and values as a fresh run would give them;
                           fewer than all after the context was shifted
+    namespace             of a prompt cache: what else its keys are of. model_sha256 is then the
+                          digest of both, so that earlier versions refuse the file
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from kvedge.llama import Generation, LlamaModel
 
 __all__ = [
+    "OtherNamespaceError",
     "SavedText",
     "check_can_save",
     "common_prefix",
@@ -43,6 +46,10 @@ __all__ = [
 
 
 _MORE = ("conversation",)  # metadata of conversations
+
+
+class OtherNamespaceError(CommandError):
+    """A prompt cache whose keys are of something else beside the model and token ids."""
 
 
 @dataclass(frozen=True)
@@ -81,30 +88,46 @@ def check_can_save(path: str, *, folder: bool = False) -> None:
         check_target(path)
 
 
-def save(path: str, cache: KVCache, text: SavedText, model: LlamaModel, model_path: str) -> None:
+def save(
+    path: str,
+    cache: KVCache,
+    text: SavedText,
+    model: LlamaModel,
+    model_path: str,
+    *,
+    namespace: str = "",
+) -> None:
     """Save a cache and the text that it holds, the one whole or not at all."""
     assert model.tokenizer is not None
     chosen = {**text.settings, "seed": text.seed, "random_state": text.random_state}
     metadata = {
         "model": os.fsencode(Path(model_path).name).decode("utf-8", "replace"),
-        "model_sha256": _sha256(model_path),
+        "model_sha256": _digest(model_path, namespace),
         "tokens": json.dumps(list(text.tokens)),
         "text": model.tokenizer.decode(text.tokens),
         "ended": json.dumps(text.ended),
         "sampling": json.dumps(chosen),
         "exact_tokens": str(text.exact),
         **text.more,
+        **({"namespace": namespace} if namespace else {}),
     }
     cache.save(path, metadata=metadata)
 
 
 def load(
-    path: str, model: LlamaModel, model_path: str, *, ranks: Mapping[str, Any] | None = None
+    path: str,
+    model: LlamaModel,
+    model_path: str,
+    *,
+    ranks: Mapping[str, Any] | None = None,
+    namespace: str = "",
 ) -> tuple[KVCache, SavedText]:
     """Load what :func:`save` wrote; with `ranks`, arguments of ShardedKVCache.load, a folder.
 
     Raises
     ------
+    OtherNamespaceError
+        It is of another namespace.
     CommandError
         It is a cache, but no session of this command, or one of another model.
     CorruptFileError, MissingExtraError, OSError
@@ -128,7 +151,9 @@ def load(
             f"{path} is a kvedge cache, but 'kvedge generate' did not write it: "
             f"its metadata lacks {', '.join(sorted(missing))}"
         )
-    if metadata["model_sha256"] != _sha256(model_path):
+    if metadata.get("namespace", "") != namespace:
+        raise OtherNamespaceError(f"{path} is a prompt cache of another --namespace")
+    if metadata["model_sha256"] != _digest(model_path, namespace):
         raise CommandError(
             f"{path} is a session of another model, {metadata['model']} "
             f"(sha256 {metadata['model_sha256'][:16]}...), and cannot go on with "
@@ -182,6 +207,12 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     pairs = zip(first, second, strict=False)
     same = (index for index, (one, other) in enumerate(pairs) if one != other)
     return next(same, min(len(first), len(second)))
+
+
+def _digest(path: str, namespace: str) -> str:
+    """Of the model; of both where there is a namespace."""
+    own = _sha256(path)
+    return hashlib.sha256(f"{own} {namespace}".encode()).hexdigest() if namespace else own
 
 
 def _sha256(path: str) -> str:

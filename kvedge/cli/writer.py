@@ -118,6 +118,11 @@ class Writer:
         file: str | None = self.options.save_session or self.options.prompt_cache
         return file
 
+    @property
+    def _namespace(self) -> str:
+        """What the prompt cache is of beside the model and token ids; "": nothing."""
+        return self.options.namespace or ""
+
     def _prompt_tokens(self) -> list[int]:
         prompt = self.options.prompt
         if not self.saved.tokens:
@@ -129,8 +134,12 @@ class Writer:
         """Begin with as much of the prompt as an earlier run's cache holds, if there is one."""
         if not os.path.exists(path):
             return
-        with self.output.status("loading the prompt cache"):
-            cache, saved = resume.load(path, self.model, self.path)
+        try:
+            with self.output.status("loading the prompt cache"):
+                cache, saved = resume.load(path, self.model, self.path, namespace=self._namespace)
+        except resume.OtherNamespaceError as error:
+            self.output.note(f"note: {error}; all of the prompt is read")
+            return
         cache_options.check_against(self.options, cache)
         exact = saved.tokens[: min(len(cache), saved.exact)]
         alike = resume.common_prefix(exact, self.tokens)
@@ -292,7 +301,7 @@ class Writer:
             random_state=state,
             exact=min(exact, len(self.held)),
         )
-        resume.save(path, self.cache, text, self.model, self.path)
+        resume.save(path, self.cache, text, self.model, self.path, namespace=self._namespace)
 
     def _summary(self) -> dict[str, Any]:
         generation = self.generation

@@ -491,6 +491,18 @@ def test_a_prompt_cache_keeps_the_longest_common_prefix(session, capsys):
     assert again["prompt_tokens"] == 1 and again["tokens"] == alone["tokens"]
 
 
+def test_a_prompt_cache_is_of_use_in_its_namespace_alone(session, capsys):
+    arguments = ("-p", "Once upon a time there", "-n", 2, "--prompt-cache", session)
+    first = _generate(capsys, *arguments, "--namespace", "tenant ü")
+    for others in ((), ("--namespace", "b"), ("--namespace", "tenant ü")):
+        other = _generate(capsys, *arguments, *others)  # and keeps it for its own
+        assert (other["reused_tokens"], other["tokens"]) == (0, first["tokens"])
+    assert _generate(capsys, *arguments, "--namespace", "tenant ü")["reused_tokens"] > 3
+    assert "of another --namespace" in _fails(capsys, "--load-session", session)
+    error = _fails(capsys, "--namespace", "a", code=exits.USAGE)
+    assert "--prompt-cache" in error
+
+
 def test_a_prompt_cache_of_another_storage_or_model_is_refused(session, capsys):
     _generate(capsys, "-p", "Once upon", "-n", 1, "--prompt-cache", session)
     error = _fails(capsys, "--prompt-cache", session, "--cache", "float32", code=exits.USAGE)

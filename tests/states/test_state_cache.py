@@ -26,6 +26,7 @@ from state_support import (
 
 import kvedge
 from kvedge import KVCache, StateLayer, errors
+from kvedge.cache.cache import state_of
 
 
 @pytest.fixture(params=[new_cache, of_states], ids=["beside keys and values", "alone"])
@@ -134,6 +135,16 @@ def test_a_mark_goes_back_and_forth_also_over_what_was_computed_since(cache, rng
     assert early.nbytes == sum(
         layer.nbytes for layer in at_early[1] if isinstance(layer, StateLayer)
     )
+
+
+def test_a_policy_stores_keys_and_values_anew_and_counts_states(cache):
+    states = [one for one in content(cache)[1] if isinstance(one, StateLayer)]
+    policy = kvedge.KvCachePolicy(sum(one.nbytes for one in states) + 500)
+    assert policy.occupancy(cache) == cache.used_bytes / policy.memory_bytes
+    changed = policy.apply(cache)
+    assert changed == (len(states) < cache.num_layers)
+    assert [one for one in content(cache)[1] if isinstance(one, StateLayer)] == states
+    assert {c.dtype for c in state_of(cache).format.layers} == ({"int4"} if changed else set())
 
 
 def test_pending_states_are_not_marked_saved_or_cut(cache, rng, path):

@@ -7,6 +7,7 @@ from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 from tiny_structures import structure_of
 
 from kvedge.errors import CorruptFileError, InvalidArgumentError, NonFiniteInputError
+from kvedge.transformers import enable_drafts
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.states import has_state, kept
 
@@ -80,6 +81,24 @@ def test_checkpoints_copies_and_files_have_the_same_bytes(name, dtype, tmp_path)
     cache.reset()
     anew = KvedgeCache(model.config, "float32", state_dtype=dtype)
     assert torch.equal(step(model, cache, ids), step(model, anew, ids))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "FalconH1"])
+def test_a_draft_that_is_taken_back_leaves_no_trace(name, dtype):
+    model, ids = model_of(name), prompt(1, 40)["input_ids"]
+    enable_drafts(model)
+    cache = KvedgeCache(model.config, "float32", state_dtype=dtype)
+    step(model, cache, ids[:, :20])
+    step(model, cache, ids[:, 20:21])
+    twin = copy.deepcopy(cache)
+    cache.activate_past_recording()
+    step(model, cache, ids[:, 21:29])
+    cache.crop(-8)
+    for one, other in zip(states_in(cache), states_in(twin), strict=True):
+        pairs = zip(one, other, strict=True) if dtype == "int8" else [(one, other)]
+        assert all(torch.equal(*pair) for pair in pairs)
+    assert torch.equal(step(model, cache, ids[:, 29:]), step(model, twin, ids[:, 29:]))
 
 
 def test_states_of_another_type_than_the_index_says_are_refused(tmp_path, monkeypatch):
