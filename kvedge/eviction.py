@@ -16,7 +16,10 @@ layer's queries attended to is in an :class:`Attended` for each.
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -361,28 +364,41 @@ class Attended:
         return made
 
     @classmethod
-    def of_arrays(cls, eviction: Eviction, arrays: Mapping[str, np.ndarray]) -> Attended:
-        """What :attr:`arrays` gave.
+    def of_arrays(
+        cls, eviction: Eviction, arrays: Mapping[str, np.ndarray], store: LayerStore
+    ) -> Attended:
+        """What :attr:`arrays` gave, of a layer that holds the same tokens.
 
         Raises
         ------
         KeyError, TypeError, ValueError
             They are none of these.
         """
-        made = cls(eviction)
+        made, config = cls(eviction), store.config
         if "sums" in arrays:
-            made._sums = np.array(arrays["sums"], np.float32)
-            if made._sums.ndim != 2:
-                raise ValueError(f"sums of shape {made._sums.shape}")
-        if "positions" in arrays:
-            for position, rows, (scale, cap) in zip(
-                arrays["positions"].tolist(),
-                np.array(arrays["queries"], np.float32),
-                arrays["scales"].tolist(),
-                strict=True,
-            ):
-                softcap, sinks = None if cap != cap else cap, arrays.get("sink_logits")
-                made._queries.append(_Query(int(position), rows, scale, softcap, sinks))
+            sums = made._sums = np.array(arrays["sums"], np.float32)
+            if sums.ndim != 2 or len(sums) != config.num_kv_heads or not np.isfinite(sums).all():
+                raise ValueError(f"sums of shape {sums.shape} are not those of the layer's tokens")
+        if "positions" not in arrays:
+            return made
+        rows = np.array(arrays["queries"], np.float32)
+        heads = rows.shape[1] if rows.ndim == 3 else 0
+        sinks = arrays.get("sink_logits")
+        if (
+            rows.shape[2:] != (config.head_dim,)
+            or not heads
+            or heads % config.num_kv_heads
+            or not np.isfinite(rows).all()
+            or (sinks is not None and sinks.shape != (heads,))
+        ):
+            raise ValueError(f"queries of shape {rows.shape} are not those of the layer")
+        for position, row, (scale, cap) in zip(
+            arrays["positions"].tolist(), rows, arrays["scales"].tolist(), strict=True
+        ):
+            if not store.held().num_dropped <= position < store.end():
+                raise ValueError(f"a query at {position}, which the layer does not hold")
+            softcap = None if cap != cap else float(cap)
+            made._queries.append(_Query(int(position), row, float(scale), softcap, sinks))
         return made
 
 
@@ -481,6 +497,41 @@ class CacheEviction:
         self.in_prompt = False
         for attended in self.of_layers.values():
             attended.clear()
+
+    # ---- as text, for files ----------------------------------------------------------------------
+
+    def as_text(self) -> str:
+        """All of it: JSON, arrays in base64."""
+        layers = {}
+        for number, attended in self.of_layers.items():
+            data = io.BytesIO()
+            np.savez(data, **attended.arrays)  # type: ignore[arg-type]
+            layers[number] = base64.b64encode(data.getvalue()).decode()
+        return json.dumps(
+            {"eviction": str(self.eviction), "in_prompt": self.in_prompt, "layers": layers}
+        )
+
+    @classmethod
+    def of_text(cls, text: str, numbered: Sequence[tuple[int, LayerStore]]) -> CacheEviction:
+        """What :meth:`as_text` gave, for layers that hold the same tokens.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            It is none of these; also InvalidArgumentError.
+        """
+        fields = json.loads(text)
+        made = cls(Eviction.parse(fields["eviction"]), numbered)
+        made.in_prompt = bool(fields["in_prompt"])
+        for number, store in numbered:
+            if number in made.of_layers:
+                data = base64.b64decode(fields["layers"][str(number)], validate=True)
+                with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                    noted = Attended.of_arrays(made.eviction, dict(arrays), store)
+                made.of_layers[number] = noted
+        return made
+
+    # ---- evicting --------------------------------------------------------------------------------
 
     def due(
         self, numbered: Sequence[tuple[int, LayerStore]], more: int

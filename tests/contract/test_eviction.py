@@ -123,6 +123,39 @@ def test_a_file_holds_what_is_left(rng, tmp_path, dtype, parts):
     assert np.array_equal(other.k(0), cache.k(0)) and np.array_equal(other.v(0), cache.v(0))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loaded_cache_goes_on_evicting_the_same_tokens(rng, tmp_path, method):
+    pytest.importorskip("safetensors")
+    policy = KvCachePolicy(eviction=method)
+    cache = policy.new_cache(2, HEADS, DIM, window=[None, 16])
+    keys, queries = rows(rng, 500), rows(rng, 500, 4)
+
+    def read(each, start, stop):
+        policy.apply(each, more=stop - start)
+        for layer in range(2):
+            each.append(layer, keys[start:stop], keys[start:stop])
+            each.attend(layer, queries[start:stop])
+        each.advance(stop - start)
+
+    read(cache, 0, 400)
+    read(cache, 400, 401)
+    cache.save(tmp_path / "cache", metadata={"title": "x"})
+    assert cache.eviction is not None
+    caches = [cache, KVCache.load(tmp_path / "cache"), KVCache.load(tmp_path / "cache", mmap=True)]
+    for each in caches:
+        assert (each.eviction, each.metadata.get("title", "x")) == (cache.eviction, "x")
+        assert "kvedge.eviction" not in each.metadata
+        for at in range(401, 460):
+            read(each, at, at + 1)
+    for each in caches[1:]:
+        assert np.array_equal(each.layer(0).key_codes, cache.layer(0).key_codes)
+    text = state_of(cache).eviction.as_text().replace("tokens=256", "tokens=0")
+    plain = KVCache(1, HEADS, DIM)
+    plain.save(tmp_path / "forged", metadata={"kvedge.eviction": text})
+    with pytest.raises(kvedge.CorruptFileError, match="eviction is damaged"):
+        KVCache.load(tmp_path / "forged")
+
+
 def test_what_cannot_be_evicted_is_refused_and_changes_nothing(rng):
     cache = filled(rng, "int8")
     for keep, error in (
