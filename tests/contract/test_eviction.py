@@ -298,6 +298,43 @@ def test_a_draft_that_is_taken_back_leaves_no_trace_in_what_is_chosen(rng):
     assert np.array_equal(*(cache.layer(0).key_codes for cache in caches))
 
 
+def test_tokens_that_others_replaced_are_not_counted_for_these(rng):
+    policy = KvCachePolicy(eviction="heavy:tokens=500,every=1")
+    cache = policy.new_cache(1, HEADS, DIM, dtype="float32")
+    keys, queries = rows(rng, 400), rows(rng, 400, 4)
+
+    def read(start, stop):
+        cache.append(0, keys[start:stop], keys[start:stop])
+        cache.attend(0, queries[start:stop])
+        cache.advance(stop - start)
+
+    read(0, 300)  # so many that they are summed up
+    cache.truncate(100)
+    keys, queries = rows(rng, 400), rows(rng, 400, 4)
+    for at in range(100, 130):
+        read(at, at + 1)
+    store = state_of(cache).store_at[0]
+    mass = state_of(cache).eviction.of_layers[0]._mass(store)
+    wanted = mass_of(cache.k(0), queries, range(100, 130))
+    assert np.abs(mass - wanted)[:, 100:].max() < 1e-5
+
+
+@pytest.mark.parametrize("method", ["heavy:tokens=64,every=1", "snapkv:tokens=64,window=8"])
+def test_a_choice_of_ones_own_goes_with_what_is_noted(rng, method):
+    policy = KvCachePolicy(eviction=method)
+    cache = policy.new_cache(1, HEADS, DIM, dtype="float32")
+    for n in (60, 10):
+        cache.append(0, rows(rng, n), rows(rng, n))
+        cache.attend(0, rows(rng, n, 4))
+        cache.advance(n)
+        if n == 60:
+            cache.evict(0, np.r_[0:20, 40:57, 59])
+    policy.apply(cache, more=1)
+    assert (len(cache), len(cache.layer(0))) == (70, 48)
+    mass = state_of(cache).eviction.of_layers[0]._mass(state_of(cache).store_at[0])
+    assert np.isfinite(mass).all() and mass.sum() > 10
+
+
 def test_snapkv_lets_a_prompt_in_chunks_be_whole(rng):
     policy = KvCachePolicy(eviction="snapkv:tokens=64")
     cache = policy.new_cache(1, HEADS, DIM)
