@@ -36,8 +36,9 @@ Time of one further token of a whole model (the shape of Qwen2.5-0.5B, random we
 tokens, with KvedgeCache and with transformers' own caches: DynamicCache (sdpa), and QuantizedCache
 where quanto or HQQ is installed. Caches are filled with random keys and values, not by a prompt;
 "process" is by how much the process's memory (VmRSS in /proc) grew meanwhile.
-With --shape of a model whose layers have states: a prompt of so many tokens and a token after it,
-plain (DynamicCache, sdpa), with kvedge.transformers.accelerate, and that on a KvedgeCache.
+With --shape of a model whose layers have states: a prompt of so many tokens, without logits, and a
+token after it; plain (DynamicCache, sdpa), with kvedge.transformers.accelerate, and that on a
+KvedgeCache.
 All are measured in turn. Needs: pip install 'kvedge[transformers]'.
 """
 EXAMPLES = """\

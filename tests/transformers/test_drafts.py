@@ -229,3 +229,26 @@ def test_a_model_without_states_is_left_as_it_is():
     assert "_is_stateful" not in vars(model)
     with pytest.raises(InvalidArgumentError, match="must be a model"):
         enable_drafts(model.config)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Qwen3Next", "InklingText"])
+def test_a_model_writes_with_multi_token_prediction_what_it_writes_without(name, monkeypatch):
+    """The layers that predict are made here, as no tiny checkpoint has them."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip(f"transformers {transformers.__version__} has no multi-token prediction")
+    monkeypatch.setattr(
+        layers.MtpModel,
+        "from_pretrained",
+        classmethod(lambda cls, main, **_: cls(main, 2).eval().requires_grad_(False)),
+    )
+    model, _, _ = structure_of(name)
+    model.set_attn_implementation("kvedge")
+    enable_drafts(model)
+    options = {"do_sample": False, "max_new_tokens": 24}
+    plain = model.generate(prompt(), past_key_values=new_cache(model), **options)
+    model.config.num_mtp_layers = 2
+    if name != "InklingText":
+        model.config.mtp_layer_types = ["full_attention"] * 2
+    out = model.generate(prompt(), past_key_values=new_cache(model), use_mtp=True, **options)
+    assert torch.equal(out, plain)
