@@ -34,7 +34,7 @@ class ConvState(RecurrentState):
     batch_size : int, optional
         Rows of a batch, which are all arrays' first axis; None: they have none.
     dtype : {"float32", "bfloat16"}
-        How inputs are stored. Those of one call of up to 16 tokens are read as they come.
+        How inputs are stored. Those of one call are read as they come.
     array : array, optional
         The state, (batch_size, num_channels, n), float32 or bfloat16 (of torch or
         ml_dtypes, or its bits in uint16), the newest input at
@@ -47,9 +47,13 @@ class ConvState(RecurrentState):
 
     Examples
     --------
-    >>> state = ConvState(num_channels=1024, width=3)
-    >>> out = state.extend(x, weight)  # a prompt
-    >>> out = state.step(x[-1], weight)
+    >>> import numpy as np
+    >>> x, weight = np.ones((10, 4), np.float32), np.ones((4, 3), np.float32)
+    >>> state = ConvState(num_channels=4, width=3)
+    >>> state.extend(x, weight)[:3, 0].tolist()  # a prompt
+    [1.0, 2.0, 3.0]
+    >>> state.step(x[0], weight).tolist()
+    [3.0, 3.0, 3.0, 3.0]
     """
 
     def __init__(

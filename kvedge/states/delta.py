@@ -46,8 +46,7 @@ class DeltaState(RecurrentState):
     batch_size : int, optional
         Rows of a batch, which are all arrays' first axis; None: they have none.
     dtype : {"float32", "bfloat16"}
-        How the state is stored. Steps compute in float32; a bfloat16 state is rounded once per call
-        of up to 16 tokens.
+        How the state is stored. Steps compute in float32; a bfloat16 state is rounded once a call.
     array : array, optional
         The state, (batch_size, num_heads, key_dim, value_dim), float32 or bfloat16 (of torch or
         ml_dtypes, or its bits in uint16): taken
@@ -59,9 +58,14 @@ class DeltaState(RecurrentState):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> rows, beta = np.ones((10, 16, 128), np.float32), np.ones((10, 16), np.float32)
+    >>> gate = np.full((10, 16), -0.1, np.float32)
     >>> state = DeltaState(num_heads=16, key_dim=128, value_dim=128)
-    >>> out = state.extend(query, key, value, gate, beta, normalize=True)  # a prompt
-    >>> out = state.step(query[-1], key[-1], value[-1], gate[-1], beta[-1], normalize=True)
+    >>> out = state.extend(rows, rows, rows, gate, beta, normalize=True)  # a prompt
+    >>> out = state.step(rows[0], rows[0], rows[0], gate[0], beta[0], normalize=True)
+    >>> out.shape, state.position
+    ((16, 128), 11)
     """
 
     def __init__(

@@ -40,8 +40,7 @@ class MambaState(RecurrentState):
     batch_size : int, optional
         Rows of a batch, which are all arrays' first axis; None: they have none.
     dtype : {"float32", "bfloat16"}
-        How the state is stored. Steps compute in float32; a bfloat16 state is rounded once per call
-        of up to 16 tokens.
+        How the state is stored. Steps compute in float32; a bfloat16 state is rounded once a call.
     array : array, optional
         The state, (batch_size, num_heads, head_dim, state_size), float32 or bfloat16 (of torch or
         ml_dtypes, or its bits in uint16):
@@ -53,9 +52,14 @@ class MambaState(RecurrentState):
 
     Examples
     --------
+    >>> import numpy as np
+    >>> x, dt = np.ones((10, 48, 32), np.float32), np.ones((10, 48), np.float32)
+    >>> A, B = -np.ones(48, np.float32), np.ones((10, 1, 128), np.float32)
     >>> state = MambaState(num_heads=48, head_dim=32, state_size=128)
-    >>> out = state.extend(x, dt, A, B, C, D)  # a prompt
-    >>> out = state.step(x[-1], dt[-1], A, B[-1], C[-1], D)
+    >>> state.extend(x[:9], dt[:9], A, B[:9], B[:9]).shape  # a prompt
+    (9, 48, 32)
+    >>> state.step(x[9], dt[9], A, B[9], B[9]).shape
+    (48, 32)
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import transformers
 
 from kvedge.core.checks import describe
 from kvedge.core.options import as_num_threads
@@ -70,7 +71,7 @@ def accelerate(model: torch.nn.Module, *, num_threads: int | None = None) -> Acc
     Raises
     ------
     InvalidArgumentError
-        `model` is no module, or `num_threads` no number of threads.
+        `model` is no module, or `num_threads` no number of threads; or transformers 4.
 
     Warns
     -----
@@ -90,6 +91,11 @@ def accelerate(model: torch.nn.Module, *, num_threads: int | None = None) -> Acc
             f"model must be a model of transformers, a torch.nn.Module, not {describe(model)}"
         )
     threads = None if num_threads is None else as_num_threads(num_threads)
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise InvalidArgumentError(
+            f"accelerate needs transformers 5, and {transformers.__version__} is installed, whose "
+            "layers have the steps of their states within them"
+        )
     return Acceleration(model, threads)
 
 
@@ -224,7 +230,9 @@ def _found(module: torch.nn.Module) -> _Found:
     for name in names:
         own = _plain(vars(module).get(name))
         called = own if own is not None else inner.__globals__.get(name)
-        if name in STEPS and called is not None:
+        if name in STEPS and called is None and name in vars(module):
+            left.append(f"{name}: there is none, and code of the layer's own instead")
+        elif name in STEPS and called is not None:
             if _is_meant(name, called):
                 functions[name] = own is not None
             else:

@@ -9,6 +9,7 @@ inputs, stay in the model's type.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from kvedge.core.checks import describe
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError
 
-__all__ = ["STATE_DTYPES", "Int8State", "Int8States", "KeepsStates", "as_state_dtype"]
+__all__ = ["STATE_DTYPES", "Int8State", "Int8States", "KeepsStates", "Loan", "as_state_dtype"]
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 _MANTISSA = 1 << 8  # of float32's 24 bits these last 8 are zero in a scale
@@ -65,27 +66,68 @@ class Int8State(NamedTuple):
         return self.codes.nbytes + self.scales.nbytes
 
 
+class Loan:
+    """The decoded state that the model of a cache was given last, which it may write to.
+
+    Mamba's layers change a state where it lies, for one token, and give nothing back. So what is
+    lent is encoded again before anything else is read; a cache has one such state at a time, and
+    it alone is there decoded.
+    """
+
+    def __init__(self) -> None:
+        self._states: Int8States | None = None
+        self._index = 0
+        self._decoded: torch.Tensor | None = None
+
+    def give(self, states: Int8States, index: int, decoded: torch.Tensor) -> torch.Tensor:
+        """Lend a state, after what was lent before is back."""
+        self._states, self._index, self._decoded = states, index, decoded
+        return decoded
+
+    def take_back(self) -> None:
+        """Encode what the model may have written."""
+        states, decoded = self._states, self._decoded
+        self.forget()
+        if states is not None:
+            states[self._index] = decoded
+
+    def forget(self, states: Int8States | None = None, index: int = 0) -> None:
+        """Nothing is lent any more; given a state, if it was that one."""
+        if states is None or (self._states is states and self._index == index):
+            self._states = self._decoded = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Loan:
+        return Loan()  # whoever copies states has taken back what was lent
+
+
 class Int8States(dict[int, Any]):
     """The states of a layer by their numbers, which the model reads and sets as tensors."""
 
+    loan: Loan  # of the cache, which all its layers share
+
+    def __init__(self, states: dict[int, Any], loan: Loan) -> None:
+        super().__init__(states)
+        self.loan = loan
+
     def __getitem__(self, index: int) -> Any:
         kept = self.kept(index)
-        return None if kept is None else kept.decoded()
+        return None if kept is None else self.loan.give(self, index, kept.decoded())
 
     def __setitem__(self, index: int, state: torch.Tensor | Int8State | None) -> None:
+        self.loan.forget(self, index)
         is_tensor = isinstance(state, torch.Tensor)
         super().__setitem__(index, Int8State.of(state) if is_tensor else state)
 
     def kept(self, index: int) -> Int8State | None:
         """What is held of one."""
+        self.loan.take_back()
         kept: Int8State | None = super().__getitem__(index)
         return kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8States:
-        other = Int8States()
-        for index, kept in self.items():
-            other[index] = None if kept is None else kept.clone()
-        return other
+        self.loan.take_back()
+        states = {index: None if kept is None else kept.clone() for index, kept in self.items()}
+        return Int8States(states, copy.deepcopy(self.loan, memo))
 
 
 class KeepsStates:
@@ -100,7 +142,12 @@ class KeepsStates:
         """Keep states in `dtype` from now on; there are none yet."""
         self.state_dtype = dtype
         if dtype == "int8":
-            self.recurrent_states: Any = Int8States(dict.fromkeys(self.recurrent_states))
+            self.recurrent_states: Any = Int8States(dict.fromkeys(self.recurrent_states), Loan())
+
+    def lend_by(self, loan: Loan) -> None:
+        """Lend states as one of the layers of a cache, which has one loan."""
+        if self.state_dtype == "int8":
+            self.recurrent_states.loan = loan
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **options: Any
@@ -111,7 +158,7 @@ class KeepsStates:
         if self.state_dtype == "int8":
             self.recurrent_states[state_idx] = recurrent_states
             of_layer.is_recurrent_states_initialized[state_idx] = True
-            state: torch.Tensor = self.recurrent_states[state_idx]
+            state: torch.Tensor = self.recurrent_states.kept(state_idx).decoded()
         else:
             if self.state_dtype is not None and self.recurrent_states[state_idx] is None:
                 kept = recurrent_states.to(getattr(torch, self.state_dtype))
@@ -122,5 +169,5 @@ class KeepsStates:
     def zero_states(self) -> None:
         """Set states to zero that are held in another form than as tensors."""
         if self.state_dtype == "int8":
-            for index, kept in self.recurrent_states.items():
+            for index, kept in [*self.recurrent_states.items()]:
                 self.recurrent_states[index] = kept and Int8State(*map(torch.zeros_like, kept))

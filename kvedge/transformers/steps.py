@@ -325,11 +325,16 @@ STEPS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "causal_conv1d_update": (_conv_update, ("hidden_states", "conv_state", "weight", "bias")),
     "causal_conv1d_fn": (_conv_fn, ("hidden_states", "weight", "bias", "activation")),
     **dict.fromkeys(
-        ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"),
+        (
+            "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention",
+            "recurrent_gated_delta_rule",  # an attribute of layers in earlier transformers 5
+        ),
         (_delta, ("query", "key", "value", "g", "beta", "initial_state")),
     ),
     **dict.fromkeys(
-        ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
+        (
+            "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "chunk_gated_delta_rule",
+        ),
         (_delta_chunk, ("query", "key", "value", "g", "beta", "chunk_size", "initial_state")),
     ),
     "mamba2_selective_state_update": (

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from kvedge.errors import InvalidArgumentError
 from kvedge.transformers.evicting import KvedgeEvictingLayer
+from kvedge.transformers.kept_states import KeepsStates, Loan
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions
 
@@ -60,7 +61,12 @@ def layers_for(config: Any, options: StoreOptions, share: Any = None) -> list[An
     own = DynamicCache(config=config).layers
     if not own:  # transformers 4, a config whose num_kv_shared_layers is 0
         own = [DynamicLayer() for _ in range(text.num_hidden_layers)]
-    return [_layer_for(layer, index, options, share) for index, layer in enumerate(own)]
+    layers = [_layer_for(layer, index, options, share) for index, layer in enumerate(own)]
+    loan = Loan()
+    for layer in layers:
+        if isinstance(layer, KeepsStates):
+            layer.lend_by(loan)
+    return layers
 
 
 def _check_model(config: Any) -> None:

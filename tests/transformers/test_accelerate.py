@@ -9,7 +9,7 @@ from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 from tiny_structures import structure_of
 
 from kvedge.errors import InvalidArgumentError, KvedgeError
-from kvedge.transformers import accelerate, cache_argument
+from kvedge.transformers import accelerate, cache_argument, enable_drafts
 
 DynamicCache = transformers.DynamicCache
 pytestmark = pytest.mark.skipif(
@@ -218,6 +218,18 @@ def test_beams_and_drafts_write_the_same_text(name, options):
     assert written(model, inputs, **options)[0] == wanted
 
 
+@pytest.mark.parametrize("name", EACH)
+def test_drafts_on_a_kvedge_cache_write_the_same_text(name):
+    model, _, _ = structure_of(name)
+    model.set_attn_implementation("kvedge")
+    inputs = {k: torch.cat([t, t], 1) for k, t in prompt(1, 12).items()}
+    wanted, _ = written(model, inputs)
+    accelerate(model)
+    enable_drafts(model)
+    cache = {cache_argument(model): KvedgeCache(model.config, dtype="float32")}
+    assert written(model, inputs, **DRAFTS, **cache)[0] == wanted
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_in_sixteen_bits_run_with_results_near_float32_s(name, dtype):
@@ -377,3 +389,34 @@ def test_a_model_that_computes_nan_does_so_still(name):
         embeddings = model.get_input_embeddings()(prompt(1, 20)["input_ids"])
         embeddings[0, 7] = float("nan")
         assert model(inputs_embeds=embeddings).logits[0, 7:].isnan().all()
+
+
+def test_functions_that_a_layer_has_as_attributes_are_replaced_too():
+    # as in earlier versions of transformers 5
+    models = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    plain = models.torch_recurrent_gated_delta_rule
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent_gated_delta_rule = plain
+            self.causal_conv1d_fn = None
+
+        def forward(self, *args, **options):
+            assert self.causal_conv1d_fn is None
+            return self.recurrent_gated_delta_rule(*args, output_final_state=True, **options)
+
+    layer = Layer()
+    rows = torch.randn(3, 1, 5, 4, 16)
+    accelerate(layer)
+    second = accelerate(layer)
+    assert [layer.functions for layer in second.replaced] == [("recurrent_gated_delta_rule",)]
+    assert [layer.reason.partition(":")[0] for layer in second.left] == ["causal_conv1d_fn"]
+    assert layer.recurrent_gated_delta_rule is not plain
+    given = {"g": -torch.rand(1, 5, 4), "beta": torch.full((1, 5, 4), 0.5)}
+    for got, wanted in zip(
+        layer(*rows, **given), plain(*rows, output_final_state=True, **given), strict=True
+    ):
+        assert_close(got, wanted)
+    second.restore()
+    assert layer.recurrent_gated_delta_rule is plain and not forwards(layer)

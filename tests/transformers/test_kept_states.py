@@ -7,7 +7,7 @@ from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 from tiny_structures import structure_of
 
 from kvedge.errors import CorruptFileError, InvalidArgumentError, NonFiniteInputError
-from kvedge.transformers import enable_drafts
+from kvedge.transformers import accelerate, enable_drafts
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.states import has_state, kept
 
@@ -136,3 +136,28 @@ def test_a_type_that_there_is_not_or_a_model_without_states_is_refused():
         KvedgeCache(model.config, state_dtype="int4")
     with pytest.raises(InvalidArgumentError, match="no layer of LlamaConfig has one"):
         KvedgeCache(tiny_model("llama").config, state_dtype="int8")
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_token_changes_states_in_int8_as_it_does_in_float32(name, accelerated):
+    # Mamba's layers change a state where it lies, and give nothing back
+    model, ids = model_of(name), prompt(1, 20)["input_ids"]
+    if accelerated:
+        accelerate(model)
+    caches = [KvedgeCache(model.config, "float32", state_dtype=one) for one in (None, "int8")]
+    for cache in caches:
+        step(model, cache, ids)
+    for _ in range(3):
+        before = [state.decoded() for state in states_in(caches[1])]
+        for cache in caches:
+            step(model, cache, ids[:, :1])
+        for state, old, wanted in zip(
+            *map(states_in, caches[1:]), before, states_in(caches[0]), strict=True
+        ):
+            assert not torch.equal(state.decoded(), old)
+            assert (state.decoded() - wanted).norm() <= 0.05 * wanted.norm()
+    branch = copy.deepcopy(caches[1])
+    held = [state.clone() for state in states_in(branch)]
+    step(model, caches[1], ids[:, 1:2])
+    assert all(map(torch.equal, (a.codes for a in held), (b.codes for b in states_in(branch))))
