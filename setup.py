@@ -115,8 +115,9 @@ class OptionalBuildExt(build_ext):
 
     def compile(self, ext):
         """Compile csrc/, the extension's own source, what is for ggml; return the objects."""
-        # Kernels are vector code as they are written; what -O3 adds to -O2 and these flags pays nowhere, and takes
-        # 75 KB of the wheel. What Cython writes is glue: with -Os it has 68 KB less, and a call takes 0.1 us more.
+        # Kernels are vector code as they are written: what -O3 adds to -O2 and these flags pays
+        # nowhere, and takes 75 KB of the wheel. What Cython writes is glue: with -Os it has 68 KB
+        # less, and a call takes 0.1 us more.
         vectors = known_flags(["-ftree-vectorize", "-fvect-cost-model=dynamic"])
         fast = {"extra_postargs": ["-O2", *vectors, *ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()
