@@ -16,7 +16,10 @@ layer's queries attended to is in an :class:`Attended` for each.
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -233,17 +236,19 @@ class Attended:
     Going back behind a query forgets it, as long as it waits to be summed up: the last 64 do.
     """
 
-    __slots__ = ("_queries", "_sums", "eviction")
+    __slots__ = ("_queries", "_sums", "_until", "eviction")
 
     def __init__(self, eviction: Eviction) -> None:
         self.eviction = eviction
-        self._sums: np.ndarray | None = None  # float32 (num_kv_heads, tokens held then)
+        self._sums: np.ndarray | None = None  # float32 (num_kv_heads, tokens held up to a position)
+        self._until = 0  # that position
         self._queries: list[_Query] = []
 
     def copy(self) -> Attended:
         """An independent one; arrays are not changed, but replaced."""
         other = Attended(self.eviction)
         other._sums, other._queries = self._sums, list(self._queries)
+        other._until = self._until
         return other
 
     __copy__ = copy
@@ -254,7 +259,12 @@ class Attended:
 
     def clear(self) -> None:
         """Know of no query."""
-        self._sums, self._queries = None, []
+        self._sums, self._queries, self._until = None, [], 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is noted."""
+        return sum(array.nbytes for array in self.arrays.values())
 
     def positions(self, first: int, end: int) -> range:
         """Of the queries at these positions those that are to be noted."""
@@ -262,6 +272,10 @@ class Attended:
         if one.method == "heavy":
             return range(first + (-1 - first) % one.every, end, one.every)
         return range(max(first, end - one.window) if one.method == "snapkv" else end, end)
+
+    def passes(self, first: int, end: int) -> bool:
+        """Whether queries at these positions change nothing of what is noted."""
+        return first >= self._until and not self.positions(first, end)
 
     def saw(
         self,
@@ -278,6 +292,9 @@ class Attended:
         chosen = self.positions(first, end)
         if self._queries and self._queries[-1].position >= first:  # it was gone back
             self._queries = [each for each in self._queries if each.position < first]
+        if self._sums is not None and first < self._until:  # far back: others have come since
+            self._sums = self._sums[:, : max(first - store.held().num_dropped, 0)]
+            self._until = first
         if not chosen:
             return
         if scale is None:
@@ -297,7 +314,9 @@ class Attended:
         now = [each for each in self._queries if each.position < before]
         if now:
             self._queries = self._queries[len(now) :]
-            self._sums = _mass_of(store, now, self._sums)
+            before = min(before, store.end())
+            self._sums = _mass_of(store, now, self._sums)[:, : before - store.held().num_dropped]
+            self._until = before
 
     def choose(self, store: LayerStore, tokens: int) -> np.ndarray:
         """The rows to keep of a layer, so many at most: (n,), or (num_kv_heads, n)."""
@@ -337,10 +356,19 @@ class Attended:
 
     def kept(self, store: LayerStore, rows: np.ndarray) -> None:
         """Note that a layer is about to keep these rows alone."""
+        if self.eviction.method == "heavy":
+            self._sum_up(store, store.end())
+        # Others see tokens by their positions, which the last ones without a gap keep.
+        stay = np.atleast_2d(rows)[:, ::-1] == np.arange(len(store) - 1, -1, -1)[: rows.shape[-1]]
+        gaps = np.flatnonzero(~stay.all(0))
+        tail = int(gaps[0]) if len(gaps) else rows.shape[-1]
+        first = store.end() - tail
+        self._queries = [each for each in self._queries if each.position >= first]
         if self._sums is not None:
             sums = _fitted(self._sums, store)
             at = np.broadcast_to(np.atleast_2d(rows), (len(sums), rows.shape[-1]))
             self._sums = np.take_along_axis(sums, at, axis=1)
+            self._until = store.end()
 
     # ---- as arrays, for files --------------------------------------------------------------------
 
@@ -361,28 +389,42 @@ class Attended:
         return made
 
     @classmethod
-    def of_arrays(cls, eviction: Eviction, arrays: Mapping[str, np.ndarray]) -> Attended:
-        """What :attr:`arrays` gave.
+    def of_arrays(
+        cls, eviction: Eviction, arrays: Mapping[str, np.ndarray], store: LayerStore
+    ) -> Attended:
+        """What :attr:`arrays` gave, of a layer that holds the same tokens.
 
         Raises
         ------
         KeyError, TypeError, ValueError
             They are none of these.
         """
-        made = cls(eviction)
+        made, config = cls(eviction), store.config
         if "sums" in arrays:
-            made._sums = np.array(arrays["sums"], np.float32)
-            if made._sums.ndim != 2:
-                raise ValueError(f"sums of shape {made._sums.shape}")
-        if "positions" in arrays:
-            for position, rows, (scale, cap) in zip(
-                arrays["positions"].tolist(),
-                np.array(arrays["queries"], np.float32),
-                arrays["scales"].tolist(),
-                strict=True,
-            ):
-                softcap, sinks = None if cap != cap else cap, arrays.get("sink_logits")
-                made._queries.append(_Query(int(position), rows, scale, softcap, sinks))
+            sums = made._sums = np.array(arrays["sums"], np.float32)
+            if sums.ndim != 2 or len(sums) != config.num_kv_heads or not np.isfinite(sums).all():
+                raise ValueError(f"sums of shape {sums.shape} are not those of the layer's tokens")
+            made._until = min(store.held().num_dropped + sums.shape[1], store.end())
+        if "positions" not in arrays:
+            return made
+        rows = np.array(arrays["queries"], np.float32)
+        heads = rows.shape[1] if rows.ndim == 3 else 0
+        sinks = arrays.get("sink_logits")
+        if (
+            rows.shape[2:] != (config.head_dim,)
+            or not heads
+            or heads % config.num_kv_heads
+            or not np.isfinite(rows).all()
+            or (sinks is not None and sinks.shape != (heads,))
+        ):
+            raise ValueError(f"queries of shape {rows.shape} are not those of the layer")
+        for position, row, (scale, cap) in zip(
+            arrays["positions"].tolist(), rows, arrays["scales"].tolist(), strict=True
+        ):
+            if not store.held().num_dropped <= position < store.end():
+                raise ValueError(f"a query at {position}, which the layer does not hold")
+            softcap = None if cap != cap else float(cap)
+            made._queries.append(_Query(int(position), row, float(scale), softcap, sinks))
         return made
 
 
@@ -445,7 +487,7 @@ class CacheEviction:
         if attended is None:
             return
         is_one = isinstance(query, np.ndarray) and query.ndim == 2
-        if is_one and not attended.positions(store.end() - 1, store.end()):
+        if is_one and attended.passes(store.end() - 1, store.end()):
             self.in_prompt = False
             return
         query, _ = checks.as_query(
@@ -481,6 +523,41 @@ class CacheEviction:
         self.in_prompt = False
         for attended in self.of_layers.values():
             attended.clear()
+
+    # ---- as text, for files ----------------------------------------------------------------------
+
+    def as_text(self) -> str:
+        """All of it: JSON, arrays in base64."""
+        layers = {}
+        for number, attended in self.of_layers.items():
+            data = io.BytesIO()
+            np.savez(data, **attended.arrays)  # type: ignore[arg-type]
+            layers[number] = base64.b64encode(data.getvalue()).decode()
+        return json.dumps(
+            {"eviction": str(self.eviction), "in_prompt": self.in_prompt, "layers": layers}
+        )
+
+    @classmethod
+    def of_text(cls, text: str, numbered: Sequence[tuple[int, LayerStore]]) -> CacheEviction:
+        """What :meth:`as_text` gave, for layers that hold the same tokens.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            It is none of these; also InvalidArgumentError.
+        """
+        fields = json.loads(text)
+        made = cls(Eviction.parse(fields["eviction"]), numbered)
+        made.in_prompt = bool(fields["in_prompt"])
+        for number, store in numbered:
+            if number in made.of_layers:
+                data = base64.b64decode(fields["layers"][str(number)], validate=True)
+                with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+                    noted = Attended.of_arrays(made.eviction, dict(arrays), store)
+                made.of_layers[number] = noted
+        return made
+
+    # ---- evicting --------------------------------------------------------------------------------
 
     def due(
         self, numbered: Sequence[tuple[int, LayerStore]], more: int

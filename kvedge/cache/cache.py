@@ -8,6 +8,7 @@ KVCache from this one, and names its layer types.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar, overload
@@ -43,11 +44,12 @@ from kvedge.core.types import (
 )
 from kvedge.errors import (
     CapacityExceededError,
+    CorruptFileError,
     InvalidArgumentError,
     OutOfMemoryError,
     ShapeMismatchError,
 )
-from kvedge.eviction import Eviction
+from kvedge.eviction import CacheEviction, Eviction
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents
 from kvedge.layer import evicting
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring them along
 
 __all__ = ["KVCache", "cache_holding", "cache_over", "restored", "state_of"]
+
+_EVICTION = "kvedge.eviction"  # among a file's metadata: what a cache evicts by
 
 _Cache = TypeVar("_Cache", bound="KVCache")
 
@@ -851,7 +855,7 @@ class KVCache(ConfigFacts):
         path : str or path
         metadata : mapping of str to str, optional
             Kept in the file, and given back as ``metadata`` of the loaded cache. By default this
-            cache's own ``metadata``.
+            cache's own ``metadata``. How the cache evicts tokens is kept with it.
 
         Raises
         ------
@@ -880,7 +884,11 @@ class KVCache(ConfigFacts):
         written, so one that is not locked is abandoned. Where Python has no ``fcntl`` (Windows) it
         stays until someone removes it.
         """
-        session.save(self._state, path, metadata=metadata)
+        state = self._state
+        given = state.metadata if metadata is None else metadata
+        if state.eviction is not None and isinstance(given, Mapping):
+            given = {**given, _EVICTION: state.eviction.as_text()}
+        session.save(state, path, metadata=given)
 
     @classmethod
     @memory_for("the cache of the file")
@@ -912,6 +920,14 @@ class KVCache(ConfigFacts):
             As ``open`` raises them.
         """
         state = load.load(partial(CacheState.empty, cls._layer_types), path, mmap=mmap)
+        evicts = state.metadata.pop(_EVICTION, None)
+        if evicts is not None:
+            try:
+                state.eviction = CacheEviction.of_text(evicts, state.numbered())
+            except (KeyError, TypeError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+                raise CorruptFileError(
+                    f"{os.fspath(path)}: what it says of eviction is damaged: {error}"
+                ) from error
         return cache_over(cls, state)
 
     # ---- shape and sizes -------------------------------------------------------------------------

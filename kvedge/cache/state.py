@@ -223,9 +223,8 @@ class CacheState:
 
     def refuse_states(self, call: str) -> None:
         """InvalidArgumentError if some layer holds a state, for a call that is about tokens."""
-        for number, store in enumerate(self.store_at):
-            if store is None:
-                raise self.no_tokens(number, call)
+        if self.states:  # else asked for at each token
+            raise self.no_tokens(self.store_at.index(None), call)
 
     def no_tokens(self, number: int, call: str) -> InvalidArgumentError:
         """What a call raises that is about keys and values, of a layer that holds a state."""

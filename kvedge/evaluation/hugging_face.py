@@ -68,6 +68,7 @@ class _Reader:
         cache = {cache_argument(self._model): self._cache}
         with torch.inference_mode():
             found = self._model(input_ids=ids, use_cache=True, **cache)
+        self._cache.evict()
         logits: np.ndarray = found.logits[0].float().numpy()
         return logits
 

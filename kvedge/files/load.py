@@ -47,6 +47,7 @@ from kvedge.files.session import (
     NO_LAYER,
     PARTS,
     STATE_FILE_TYPES,
+    STATE_KINDS,
     STATES,
     USER,
     VALUE_DTYPE,
@@ -66,6 +67,7 @@ from kvedge.layer.parts import last_rows, part_key_map, runs_end
 from kvedge.layer.reading import block_tokens
 from kvedge.layer.store import LayerStore, PartContents
 from kvedge.rope import Rotation, Turns
+from kvedge.states.kinds import states_of_kinds
 from kvedge.states.layer import (
     MAX_ARRAYS,
     MAX_AXES,
@@ -102,6 +104,7 @@ class _Cache(Protocol):
     def stores(self) -> tuple[LayerStore, ...]: ...
     @property
     def states(self) -> tuple[StateLayer, ...]: ...
+    def put_layer(self, number: int, layer: StateLayer) -> None: ...
     def adopt(
         self,
         length: int,
@@ -172,7 +175,8 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
     tokens = [length - num_dropped for num_dropped in dropped]
     type_of = file_types(fields, {name: one.dtype for name, one in of_states.items()})
     _check_tensors(path, tensors, form, tokens, dropped, type_of)
-    user = {k[len(USER) :]: v for k, v in fields.items() if k.startswith(USER)}
+    own = {name for name in fields if name.startswith(USER)} - {STATE_KINDS}
+    user = {name[len(USER) :]: text for name, text in fields.items() if name in own}
     rule = KeyRule(fields["key_offset"] == AUTO, KEY_SCALE in fields)
     mapped = mmap and length > 0 and form.layers
     # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
@@ -183,6 +187,8 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
     else:
         _read(path, file, tensors, cache, tokens)
     arrays = _loaded_arrays(path, file, tensors, cache, tokens)
+    if STATE_KINDS in fields:
+        _put_kinds(path, fields[STATE_KINDS], form, cache)
     in_states = _loaded_states(path, file, of_states, form, cache)
     if digest(fields, arrays | in_states, type_of) != fields["sha256"]:
         _corrupt(path, "its content does not match its sha256: it was changed or damaged")
@@ -698,6 +704,16 @@ def _loaded_arrays(
             arrays[name] = np.empty(tensor.shape, kind)
             _read_into(path, file, tensor, arrays[name])
     return arrays
+
+
+def _put_kinds(path: str, text: str, form: CacheFormat, cache: _Cache) -> None:
+    """Let an empty cache have states of the classes that a file tells of."""
+    try:
+        states = states_of_kinds(text, form.states)
+    except InvalidArgumentError as error:
+        _corrupt(path, f"its classes of states cannot be read: {error}", error)
+    for number, state in states.items():
+        cache.put_layer(number, state)
 
 
 def _loaded_states(

@@ -20,7 +20,8 @@ values have another type and width than keys, ``value_rotation`` where they are 
 ``key_scale`` where layers take theirs from their first tokens, ``recent``, ``sinks`` and
 ``recent_dtype`` where first or last tokens are held in another format too, ``layers`` where layers
 differ or have windows, ``key_turns`` where keys were shifted, and are stored as they were before
-that, ``sha256`` over everything else, and the user's own under "user.".
+that, ``sha256`` over everything else, and the user's own under "user.", where "user.kvedge.states"
+is kvedge's: the classes of states that are no plain ones.
 ``format_version`` is 1, or 2 where a layer holds runs, or 3 where one holds a state. tokens are
 length, less those that the layer's window has dropped, or that were evicted. Where all layers hold
 states, num_layers is 0, as are the other numbers of what there is none of.
@@ -47,6 +48,7 @@ from kvedge.errors import InvalidArgumentError, MissingExtraError
 from kvedge.files.contents import CacheContents, CacheFormat
 from kvedge.files.replacing import replacing
 from kvedge.rope import Turns
+from kvedge.states.kinds import kinds_text
 
 __all__ = ["digest", "file_types", "header", "pieces", "safetensors_package", "save"]
 
@@ -57,6 +59,7 @@ VERSION_OF_RUNS = "2"
 #: Of files that hold states, with or without runs.
 VERSION_OF_STATES = "3"
 STATES = "states."  # prefix of their tensors
+STATE_KINDS = "user.kvedge.states"  # a field of files with states of known classes
 STATE_FILE_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 USER = "user."  # prefix of the user's metadata
 FIELDS = (
@@ -131,6 +134,10 @@ def pieces(
     tensors = _tensors(contents)
     fields = _fields(contents, cache)
     fields.update(_user_fields(cache.metadata if metadata is None else metadata))
+    numbers = (number for number, _ in contents.format.states)
+    kinds = kinds_text(zip(numbers, contents.states, strict=True))
+    if kinds:
+        fields[STATE_KINDS] = kinds
     type_of = file_types(fields, _types_of_states(contents.format))
     fields["sha256"] = digest(fields, tensors, type_of)
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
@@ -289,6 +296,10 @@ def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
             f"metadata must be a mapping of str to str, not {checks.describe(metadata)}"
         )
     size = 0
+    if STATE_KINDS[len(USER) :] in metadata:
+        raise InvalidArgumentError(
+            f"metadata has {STATE_KINDS[len(USER) :]!r}, which is kvedge's own: take another key"
+        )
     for item in metadata.items():
         for text in item:
             if not isinstance(text, str):

@@ -7,8 +7,6 @@ has rotated by their positions, stay right.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from kvedge.core import checks, memory
@@ -32,7 +30,7 @@ def tail_needed(config: LayerConfig) -> int:
     return kept_rows(config)
 
 
-def check_evict(store: LayerStore, keep: Any) -> np.ndarray:
+def check_evict(store: LayerStore, keep: object) -> np.ndarray:
     """The rows to keep, intp (n,), or (num_kv_heads, n) where KV heads keep different ones.
 
     Raises
@@ -68,7 +66,7 @@ def check_evict(store: LayerStore, keep: Any) -> np.ndarray:
     return indices
 
 
-def _as_array(keep: Any) -> np.ndarray:
+def _as_array(keep: object) -> np.ndarray:
     try:
         array = np.asarray(keep)
     except Exception as error:  # ragged lists, foreign __array__

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvedge.eviction import Attended
 from kvedge.layer.copies import RowMark, mark_of_row, return_to_mark
 from kvedge.layer.layer import store_of
 from kvedge.transformers import states
+from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 
 __all__ = ["Checkpoint", "Checkpoints", "go_back", "take"]
@@ -23,10 +25,12 @@ class _Rows(NamedTuple):
 
     marks: list[RowMark]
     padding: list[int]
+    attended: list[Attended] | None  # of a layer that evicts tokens
 
     @property
     def num_bytes(self) -> int:
-        return sum(mark.num_bytes for mark in self.marks)
+        noted = sum(one.num_bytes for one in self.attended or ())
+        return noted + sum(mark.num_bytes for mark in self.marks)
 
 
 class _Window(NamedTuple):
@@ -67,7 +71,11 @@ def _rows_of(layer: KvedgeLayer) -> _Rows | _Window:
     if isinstance(layer, KvedgeSlidingLayer):
         rows = [row.copy() for row in layer.rows]
         return _Window(rows, list(layer.padding), layer.cumulative_length)
-    return _Rows([mark_of_row(store_of(row)) for row in layer.rows], list(layer.padding))
+    attended = None
+    if isinstance(layer, KvedgeEvictingLayer):
+        attended = [one.copy() for one in layer.attended]
+    marks = [mark_of_row(store_of(row)) for row in layer.rows]
+    return _Rows(marks, list(layer.padding), attended)
 
 
 def go_back(layers: list[Any], to: Checkpoint) -> None:
@@ -83,6 +91,8 @@ def go_back(layers: list[Any], to: Checkpoint) -> None:
         elif rows is not None:
             for row, mark in zip(layer.rows, rows.marks, strict=True):
                 return_to_mark(store_of(row), mark)
+            if rows.attended is not None:
+                layer.attended = [one.copy() for one in rows.attended]
         if state is not None:
             states.put(layer, state)
 

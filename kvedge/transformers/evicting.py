@@ -182,7 +182,10 @@ class KvedgeEvictingLayer(KvedgeLayer):
         for name, tensor in tensors.items():
             row, _, own = name.partition(".")
             noted[int(row)][own] = tensor.numpy()
-        self.attended = [Attended.of_arrays(self._eviction, arrays) for arrays in noted]
+        self.attended = [
+            Attended.of_arrays(self._eviction, arrays, store_of(row))
+            for arrays, row in zip(noted, self.rows, strict=True)
+        ]
 
     def reset(self) -> None:
         """Drop all tokens."""

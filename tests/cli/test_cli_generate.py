@@ -711,7 +711,7 @@ def test_a_cache_in_bounded_memory_is_saved_and_goes_on(session, capsys, method)
     layers = [cache.layer(index) for index in range(cache.num_layers)]
     assert len(cache) > 90
     assert all(60 <= len(one) <= 64 and one.num_dropped + len(one) == len(cache) for one in layers)
-    _generate(capsys, "-n", 50, *more, "--load-session", session, "--save-session", session)
+    _generate(capsys, "-n", 50, "--load-session", session, "--save-session", session)
     longer = kvedge.KVCache.load(session)
     assert len(longer) == len(cache) + 50
     assert all(len(longer.layer(index)) <= 64 for index in range(cache.num_layers))

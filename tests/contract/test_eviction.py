@@ -123,6 +123,39 @@ def test_a_file_holds_what_is_left(rng, tmp_path, dtype, parts):
     assert np.array_equal(other.k(0), cache.k(0)) and np.array_equal(other.v(0), cache.v(0))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loaded_cache_goes_on_evicting_the_same_tokens(rng, tmp_path, method):
+    pytest.importorskip("safetensors")
+    policy = KvCachePolicy(eviction=method)
+    cache = policy.new_cache(2, HEADS, DIM, window=[None, 16])
+    keys, queries = rows(rng, 500), rows(rng, 500, 4)
+
+    def read(each, start, stop):
+        policy.apply(each, more=stop - start)
+        for layer in range(2):
+            each.append(layer, keys[start:stop], keys[start:stop])
+            each.attend(layer, queries[start:stop])
+        each.advance(stop - start)
+
+    read(cache, 0, 400)
+    read(cache, 400, 401)
+    cache.save(tmp_path / "cache", metadata={"title": "x"})
+    assert cache.eviction is not None
+    caches = [cache, KVCache.load(tmp_path / "cache"), KVCache.load(tmp_path / "cache", mmap=True)]
+    for each in caches:
+        assert (each.eviction, each.metadata.get("title", "x")) == (cache.eviction, "x")
+        assert "kvedge.eviction" not in each.metadata
+        for at in range(401, 460):
+            read(each, at, at + 1)
+    for each in caches[1:]:
+        assert np.array_equal(each.layer(0).key_codes, cache.layer(0).key_codes)
+    text = state_of(cache).eviction.as_text().replace("tokens=256", "tokens=0")
+    plain = KVCache(1, HEADS, DIM)
+    plain.save(tmp_path / "forged", metadata={"kvedge.eviction": text})
+    with pytest.raises(kvedge.CorruptFileError, match="eviction is damaged"):
+        KVCache.load(tmp_path / "forged")
+
+
 def test_what_cannot_be_evicted_is_refused_and_changes_nothing(rng):
     cache = filled(rng, "int8")
     for keep, error in (
@@ -263,6 +296,43 @@ def test_a_draft_that_is_taken_back_leaves_no_trace_in_what_is_chosen(rng):
         policy.apply(cache, more=1)
     assert len(caches[0].layer(0)) == 90
     assert np.array_equal(*(cache.layer(0).key_codes for cache in caches))
+
+
+def test_tokens_that_others_replaced_are_not_counted_for_these(rng):
+    policy = KvCachePolicy(eviction="heavy:tokens=500,every=1")
+    cache = policy.new_cache(1, HEADS, DIM, dtype="float32")
+    keys, queries = rows(rng, 400), rows(rng, 400, 4)
+
+    def read(start, stop):
+        cache.append(0, keys[start:stop], keys[start:stop])
+        cache.attend(0, queries[start:stop])
+        cache.advance(stop - start)
+
+    read(0, 300)  # so many that they are summed up
+    cache.truncate(100)
+    keys, queries = rows(rng, 400), rows(rng, 400, 4)
+    for at in range(100, 130):
+        read(at, at + 1)
+    store = state_of(cache).store_at[0]
+    mass = state_of(cache).eviction.of_layers[0]._mass(store)
+    wanted = mass_of(cache.k(0), queries, range(100, 130))
+    assert np.abs(mass - wanted)[:, 100:].max() < 1e-5
+
+
+@pytest.mark.parametrize("method", ["heavy:tokens=64,every=1", "snapkv:tokens=64,window=8"])
+def test_a_choice_of_ones_own_goes_with_what_is_noted(rng, method):
+    policy = KvCachePolicy(eviction=method)
+    cache = policy.new_cache(1, HEADS, DIM, dtype="float32")
+    for n in (60, 10):
+        cache.append(0, rows(rng, n), rows(rng, n))
+        cache.attend(0, rows(rng, n, 4))
+        cache.advance(n)
+        if n == 60:
+            cache.evict(0, np.r_[0:20, 40:57, 59])
+    policy.apply(cache, more=1)
+    assert (len(cache), len(cache.layer(0))) == (70, 48)
+    mass = state_of(cache).eviction.of_layers[0]._mass(state_of(cache).store_at[0])
+    assert np.isfinite(mass).all() and mass.sum() > 10
 
 
 def test_snapkv_lets_a_prompt_in_chunks_be_whole(rng):

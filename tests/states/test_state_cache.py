@@ -186,8 +186,10 @@ def test_copies_are_equal_and_independent(cache, rng, again):
     assert type(other.layer(0)) is type(cache.layer(0))
 
 
-def _restored(cache, snapshot):
-    other = feed(cache.copy(), np.random.default_rng(9), 4)
+def _restored(cache, snapshot, feed_it=True):
+    other = cache.copy()
+    if feed_it:
+        feed(other, np.random.default_rng(9), 4)
     other.restore(snapshot)
     return other
 
@@ -205,6 +207,87 @@ def test_a_session_with_states_goes_on_as_the_one_saved(cache, path, mmap):
         feed(one, np.random.default_rng(5), 9)
     assert content(loaded) == content(cache)
     assert path.read_bytes() == before, "a mapped file was written to"
+
+
+def of_kinds():
+    """States of the classes that have steps of their own."""
+    layers = [
+        kvedge.DeltaState(4, 8, 6, num_key_heads=2),
+        {},
+        kvedge.ConvState(10, 4, batch_size=3, dtype="bfloat16"),
+        kvedge.MambaState(4, 8, 16, num_groups=2),
+        new_state(),
+    ]
+    return KVCache(layers=layers, **KV)
+
+
+def step(cache, seed):
+    """What one token's steps give."""
+    rng = np.random.default_rng(seed)
+
+    def rows(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    outs = [
+        cache.state(0).step(rows(2, 8), rows(2, 8), rows(4, 6), -abs(rows(4)), abs(rows(4))),
+        cache.state(2).step(rows(3, 10), rows(10, 4)),
+        cache.state(3).step(rows(4, 8), abs(rows(4)), -abs(rows(4)), rows(2, 16), rows(2, 16)),
+    ]
+    cache.append(1, rows(HEADS, DIM), rows(HEADS, DIM))
+    cache.replace(4)
+    cache.advance()
+    return outs
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda cache, path: (cache.save(path), KVCache.load(path))[1],
+        lambda cache, path: (cache.save(path), KVCache.load(path, mmap=True))[1],
+        lambda cache, path: pickle.loads(pickle.dumps(cache)),
+        lambda cache, path: cache.copy(),
+        lambda cache, path: _restored(of_kinds(), cache.snapshot().detach(), feed_it=False),
+    ],
+)
+def test_states_with_steps_come_back_as_what_they_were(path, again):
+    cache = of_kinds()
+    for seed in range(5):
+        step(cache, seed)
+    other = again(cache, path)
+    assert other.metadata == {}
+    for number in (0, 2, 3, 4):
+        assert type(other.state(number)) is type(cache.state(number))
+    assert (other.state(0).num_key_heads, other.state(2).width) == (2, 4)
+    for one, two in zip(step(cache, 9), step(other, 9), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert content(cache) == content(other)
+
+
+def test_metadata_does_not_tell_of_classes(cache, path):
+    with pytest.raises(kvedge.InvalidArgumentError, match="another key"):
+        cache.save(path, metadata={"kvedge.states": "{}"})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        '{"0":["DeltaState",4,8,6,3,null]}',
+        '{"0":["DeltaState",4,8,6,2,null],"7":["ConvState",10,4,3]}',
+        '{"0":["StateLayer"]}',
+        '{"0":["DeltaState",4,8,6,2]}',
+        '{"4":["ConvState",6,3,null]}',
+        '{"0": ["DeltaState",4,8,6,2,null]}',
+    ],
+)
+def test_classes_that_do_not_fit_their_states_are_corrupt(path, text):
+    cache = of_kinds()
+    step(cache, 0)
+    cache.save(path)
+    forge(path, lambda fields, tensors: fields.update({"user.kvedge.states": text}))
+    assert_corrupt(path, match="classes of states")
 
 
 def test_states_and_runs_and_a_limit_come_back(rng, path):

@@ -169,6 +169,19 @@ def test_a_model_with_states_evicts_from_its_attention():
         assert all(len(row) <= 24 for layer in evicting(cache) for row in layer.rows)
 
 
+def test_eval_evicts_after_each_chunk():
+    from kvedge.evaluation import evaluate, parse_choices
+    from kvedge.evaluation.hugging_face import HuggingFaceSubject
+
+    subject = HuggingFaceSubject(tiny_model("llama"))
+    choices = [f"float32:eviction={one},eviction_tokens=40" for one in ("heavy", "snapkv")]
+    tokens = prompt(1, 161)["input_ids"][0].numpy()
+    float32, *others = evaluate(subject, tokens, parse_choices(choices), window=161)
+    for each in others:
+        assert each.bytes_per_token <= float32.bytes_per_token / 4
+        assert each.kl.mean > 1e-4
+
+
 def test_what_cannot_be_evicted_is_refused():
     model, inputs = tiny_model("llama"), prompt(1, 40)
     with pytest.raises(InvalidArgumentError, match="over several ranks evicts no tokens"):
