@@ -115,27 +115,26 @@ class OptionalBuildExt(build_ext):
 
     def compile(self, ext):
         """Compile csrc/, the extension's own source, what is for ggml; return the objects."""
-        # Kernels are vector code as they are written: what -O3 adds to -O2 and these flags pays
-        # nowhere, and takes 75 KB of the wheel. What Cython writes is glue: with -Os it has 68 KB
-        # less, and a call takes 0.1 us more.
-        vectors = known_flags(["-ftree-vectorize", "-fvect-cost-model=dynamic"])
-        fast = {"extra_postargs": ["-O2", *vectors, *ext.extra_compile_args]}
+        # -O3 pays in the kernels of vector paths alone: elsewhere -O2 takes 40 KB less of the wheel.
+        # What Cython writes is glue: with -Os it has 68 KB less, and a call takes 0.1 us more.
+        rest = {"extra_postargs": ["-O2" if w == "-O3" else w for w in ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()
         own = {
             "output_dir": self.build_temp,
             "macros": [*ext.define_macros, *names],
             "include_dirs": ext.include_dirs,
             "depends": ext.depends,
-            "extra_postargs": ext.extra_compile_args,
-        }
+        } | rest
         library = own | {
             "macros": [*ext.define_macros, ("KVEDGE_EXPORTS", None)],
             "include_dirs": ["csrc"],
+            "extra_postargs": ext.extra_compile_args,
         }
         sources = files("csrc/**/*.c")
-        jobs = {s: library | fast if "/kernels/" in s else library for s in sources}
+        fast = {s for s in sources if "/kernels/" in s and "/scalar/" not in s}
+        jobs = {s: library if s in fast else library | rest for s in sources}
         for_ggml = files("integrations/ggml/*.c") if GGML_FILES else []
-        least = {"extra_postargs": ["-Os" if w == "-O2" else w for w in ext.extra_compile_args]}
+        least = {"extra_postargs": ["-Os" if w == "-O3" else w for w in ext.extra_compile_args]}
         jobs |= dict.fromkeys([*ext.sources, *for_ggml], own | least)
         objects = compile_side_by_side(self.compiler, jobs)
         return tuple([objects[s] for s in of] for of in (sources, ext.sources, for_ggml))
@@ -282,15 +281,24 @@ def extensions():
         # No C++ exception passes through C: without tables to unwind, the wheel has 25 KB less.
         extra_compile_args=[
             "-std=c11",
-            "-O2",
+            "-O3",
             "-fno-wrapv",
             "-fvisibility=hidden",
             "-g0",
             "-pthread",
             *(["-fno-asynchronous-unwind-tables"] * ELF),
             # Kernels have a copy for each case that pays. Those that GCC makes besides pay nowhere:
-            # without them the wheel has 35 KB less.
-            *known_flags(["-fno-unswitch-loops", "-fno-ipa-cp-clone"]),
+            # without them the wheel has 60 KB less.
+            *known_flags(
+                [
+                    "-fno-unswitch-loops",
+                    "-fno-ipa-cp-clone",
+                    "-fno-split-loops",
+                    "-fno-version-loops-for-strides",
+                    "-fno-tree-partial-pre",
+                    "--param=max-completely-peeled-insns=100",
+                ]
+            ),
             "-iquotecsrc",  # before folders in CPPFLAGS, which may have another kvedge.h
             *last,
         ],
