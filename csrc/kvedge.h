@@ -682,7 +682,7 @@ kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, 
  * of each head, S[key_dim][value_dim]. Head h has query and key head h / (num_heads / num_key_heads). */
 typedef struct {
   int num_heads, num_key_heads, key_dim, value_dim;
-  int gate_dim; /* 1, or key_dim: a decay for each channel */
+  int gate_dim;  /* 1, or key_dim: a decay for each channel */
   int normalize; /* not 0: queries and keys are divided by sqrt(sum of squares + 1e-6) first */
   float scale;
 } kvedge_delta_shape;
@@ -691,10 +691,10 @@ typedef struct {
   void *state; /* [num_heads][key_dim][value_dim] */
   kvedge_element_type state_type;
   int64_t num_tokens;
-  kvedge_array query, key;   /* (num_tokens, num_key_heads, key_dim) */
-  kvedge_array value, out;   /* (num_tokens, num_heads, value_dim) */
-  kvedge_array gate;         /* (num_tokens, num_heads, gate_dim): logarithms, 0 or less */
-  kvedge_array beta;         /* (num_tokens, num_heads, 1) */
+  kvedge_array query, key; /* (num_tokens, num_key_heads, key_dim) */
+  kvedge_array value, out; /* (num_tokens, num_heads, value_dim) */
+  kvedge_array gate;       /* (num_tokens, num_heads, gate_dim): logarithms, 0 or less */
+  kvedge_array beta;       /* (num_tokens, num_heads, 1) */
 } kvedge_delta_call;
 
 kvedge_status kvedge_delta_extend(const kvedge_delta_shape *shape, const kvedge_delta_call *calls, int num_calls,

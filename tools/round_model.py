@@ -3,9 +3,9 @@
     python tools/round_model.py stories260K.bin kvedge/data/stories260K.bin
 
 Elements of a matrix become multiples of a power of two near 1/128 of the matrix's root mean square
-(an error of some 0.2% of it), norms keep 16 bits of mantissa, and the tables of rotary angles, which
-no reader looks at any more, become zeros. The file stays a float32 checkpoint of the same size. What
-it costs: `kvedge eval` on both.
+(an error of some 0.2% of it), norms keep 16 bits of mantissa, and the tables of rotary angles,
+which no reader looks at any more, become zeros. The file stays a float32 checkpoint of the same
+size. What it costs: `kvedge eval` on both.
 """
 
 import sys

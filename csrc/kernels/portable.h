@@ -241,8 +241,8 @@ static inline float silu_of(float x) {
 /* (Of arrays as sums GCC makes scalar code.) */
 typedef float eight_floats __attribute__((vector_size(32), aligned(4), may_alias));
 
-static inline void convolve_portable(const float *const *rows, const float *weights, const float *bias, int width, int n,
-                                     int silu, float *out) {
+static inline void convolve_portable(const float *const *rows, const float *weights, const float *bias, int width,
+                                     int n, int silu, float *out) {
   int c = 0;
   for (; c + 16 <= n; c += 16) {
     eight_floats sum[2] = {{0}};

@@ -19,7 +19,8 @@ typedef struct {
 } conv_work;
 
 static float element(const void *state, kvedge_element_type type, ptrdiff_t at) {
-  return type == KVEDGE_TYPE_FLOAT32 ? ((const float *)state)[at] : kvedge_float_of_bfloat(((const uint16_t *)state)[at]);
+  return type == KVEDGE_TYPE_FLOAT32 ? ((const float *)state)[at]
+                                     : kvedge_float_of_bfloat(((const uint16_t *)state)[at]);
 }
 
 static void set_element(void *state, kvedge_element_type type, ptrdiff_t at, float x) {
@@ -41,7 +42,8 @@ static const float *row_of(const kvedge_array *x, int64_t token, int first, int 
 }
 
 /* One token of channels first..: the state's rows are passed over once. */
-static void run_token(const conv_work *work, const kvedge_conv_call *call, int first, int n, kvedge_state_memory *memory) {
+static void run_token(const conv_work *work, const kvedge_conv_call *call, int first, int n,
+                      kvedge_state_memory *memory) {
   const kvedge_conv_shape *shape = work->shape;
   const int width = shape->width, kept = shape->state_len, skipped = kept - (width - 1);
   const kvedge_element_type type = call->state_type;
@@ -72,8 +74,8 @@ static void run_block(const void *context, int task, int next, kvedge_state_memo
   const conv_work *work = context;
   const kvedge_conv_shape *shape = work->shape;
   const kvedge_conv_call *call = &work->calls[task / work->num_blocks];
-  const int first = task % work->num_blocks * BLOCK, left = shape->num_channels - first, n = left < BLOCK ? left : BLOCK,
-            width = shape->width, kept = shape->state_len;
+  const int first = task % work->num_blocks * BLOCK, left = shape->num_channels - first,
+            n = left < BLOCK ? left : BLOCK, width = shape->width, kept = shape->state_len;
   const kvedge_element_type type = call->state_type;
   const ptrdiff_t state = (ptrdiff_t)first * kept; /* where it begins, in elements */
   kvedge_state_row *weights = memory->weights, *before = memory->rows, *rooms = memory->sums;
@@ -136,14 +138,15 @@ kvedge_status kvedge_conv_extend(const kvedge_conv_shape *shape, const kvedge_co
   int64_t work = 0;
   for (int i = 0; i < num_calls && status == KVEDGE_OK; i++) {
     const kvedge_conv_call *call = &calls[i];
-    if (!kvedge_is_state(call->state, call->state_type) || !kvedge_array_is_valid(&call->out)) return KVEDGE_ERROR_ARGUMENT;
+    if (!kvedge_is_state(call->state, call->state_type) || !kvedge_array_is_valid(&call->out))
+      return KVEDGE_ERROR_ARGUMENT;
     for (int c = 0; c < shape->num_channels; c += BLOCK) {
       const int left = shape->num_channels - c;
       const kvedge_array x = from_channel(&call->x, c);
       if (!kvedge_state_is_valid(&x, call->num_tokens, 1, left < BLOCK ? left : BLOCK, &status)) return status;
     }
-    status = kvedge_array_is_apart(&call->out, call->num_tokens, 1, shape->num_channels) ? KVEDGE_OK
-                                                                                         : KVEDGE_ERROR_ARGUMENT;
+    status =
+        kvedge_array_is_apart(&call->out, call->num_tokens, 1, shape->num_channels) ? KVEDGE_OK : KVEDGE_ERROR_ARGUMENT;
     work += (int64_t)shape->num_channels * shape->width * 4 * (3 + 2 * call->num_tokens);
   }
   if (status != KVEDGE_OK) return status;

@@ -137,8 +137,8 @@ static void run_columns(const delta_head *h, int64_t first, int n, int column, c
   }
   kvedge_state_add_rows(kernels, m->scratch, m->solve[0], n, m->values[0], KVEDGE_TILE, n, columns, kvedge_state_ones,
                         m->updates[0], KVEDGE_TILE, NULL);
-  kvedge_state_add_rows(kernels, m->scratch, m->weights[n], n, m->updates[0], KVEDGE_TILE, n, columns, keep,
-                        m->sums[n], KVEDGE_TILE, NULL);
+  kvedge_state_add_rows(kernels, m->scratch, m->weights[n], n, m->updates[0], KVEDGE_TILE, n, columns, keep, m->sums[n],
+                        KVEDGE_TILE, NULL);
   for (int i = 0; i < n; i++) {
     kvedge_array out = h->call->out;
     out.data = (char *)out.data + column * kvedge_element_bytes(out.type);
@@ -180,7 +180,8 @@ static void unpack_state(const delta_head *h, const char *state, kvedge_element_
   }
   for (int k = 0; k < key_dim; k++, state += value_dim * kvedge_element_bytes(type)) {
     const float *row = (const float *)state;
-    if (type != KVEDGE_TYPE_FLOAT32) h->work->kernels->widen_bfloats((const uint16_t *)state, value_dim, room), row = room;
+    if (type != KVEDGE_TYPE_FLOAT32)
+      h->work->kernels->widen_bfloats((const uint16_t *)state, value_dim, room), row = room;
     for (int c = 0; c < value_dim; c += h->columns) {
       const int n = value_dim - c < h->columns ? value_dim - c : h->columns;
       memcpy(h->state + (ptrdiff_t)c * key_dim + k * h->stride, row + c, (size_t)n * sizeof *row);
@@ -216,7 +217,8 @@ static void run_head(const void *context, int task, int next, kvedge_state_memor
   const kvedge_delta_shape *shape = work->shape;
   const kvedge_delta_call *call = &work->calls[task / shape->num_heads];
   const ptrdiff_t elements = (ptrdiff_t)shape->key_dim * shape->value_dim;
-  const int head = task % shape->num_heads, in_place = call->state_type == KVEDGE_TYPE_FLOAT32 && call->num_tokens <= CHUNK;
+  const int head = task % shape->num_heads,
+            in_place = call->state_type == KVEDGE_TYPE_FLOAT32 && call->num_tokens <= CHUNK;
   char *state = (char *)call->state + head * elements * kvedge_element_bytes(call->state_type);
   delta_head h = {.work = work,
                   .call = call,

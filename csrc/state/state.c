@@ -18,8 +18,8 @@ static kvedge_tile tile_of(const char **blocks, const float *rows, ptrdiff_t str
                        .factor = 1.0f};
 }
 
-void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const float *weights, int n,
-                           const float *rows, ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
+void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const float *weights, int n, const float *rows,
+                           ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
                            ptrdiff_t sum_stride, const float *next) {
   const char *blocks[KVEDGE_TILE_BLOCKS];
   kvedge_tile tile = tile_of(blocks, rows, stride, num_rows, dim);
@@ -30,11 +30,11 @@ void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const f
 }
 
 void kvedge_state_multiply(const kvedge_kernels *kernels, char *scratch, const float *queries, ptrdiff_t query_stride,
-                           int n, const float *rows, ptrdiff_t stride, int num_rows, int dim, kvedge_state_row *products) {
+                           int n, const float *rows, ptrdiff_t stride, int num_rows, int dim,
+                           kvedge_state_row *products) {
   const char *blocks[KVEDGE_TILE_BLOCKS];
   const kvedge_tile tile = tile_of(blocks, rows, stride, num_rows, dim);
-  const kvedge_query q = {
-      .num_queries = n, .dim = dim, .stride = query_stride, .values = queries, .scratch = scratch};
+  const kvedge_query q = {.num_queries = n, .dim = dim, .stride = query_stride, .values = queries, .scratch = scratch};
   kernels->cells[KVEDGE_FLOAT32].scores(&q, &tile, products[0], 0);
 }
 
@@ -42,8 +42,8 @@ void kvedge_state_transpose(const kvedge_kernels *kernels, const float *rows, in
                             float *to) {
   for (int r = 0; r < dim; r += KVEDGE_SCALE_COLUMNS) {
     const int columns = dim - r < KVEDGE_SCALE_COLUMNS ? dim - r : KVEDGE_SCALE_COLUMNS;
-    kernels->transpose_scales(rows + first + r, KVEDGE_SCALE_FLOAT32, KVEDGE_TILE * sizeof *rows, num_rows, columns, 1.0f,
-                              to + r * KVEDGE_TILE, KVEDGE_TILE);
+    kernels->transpose_scales(rows + first + r, KVEDGE_SCALE_FLOAT32, KVEDGE_TILE * sizeof *rows, num_rows, columns,
+                              1.0f, to + r * KVEDGE_TILE, KVEDGE_TILE);
   }
 }
 

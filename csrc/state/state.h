@@ -36,14 +36,15 @@ typedef struct {
 /* (Weights KVEDGE_TILE apart.) sums[i] = sums[i] * keep[i] + the sum over t of weights[i][t] rows[t], for n rows i up to KVEDGE_QUERY_ROWS, and num_rows
  * rows t of `dim` floats, up to KVEDGE_TILE, `stride` floats apart. next: where as many rows lie that are prefetched
  * meanwhile, or NULL. */
-void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const float *weights, int n,
-                           const float *rows, ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
+void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const float *weights, int n, const float *rows,
+                           ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
                            ptrdiff_t sum_stride, const float *next);
 
 /* products[i][t] = the product of query i and rows[t]. Queries are `query_stride` floats apart, and zeros from dim to a
  * multiple of 64. */
 void kvedge_state_multiply(const kvedge_kernels *kernels, char *scratch, const float *queries, ptrdiff_t query_stride,
-                           int n, const float *rows, ptrdiff_t stride, int num_rows, int dim, kvedge_state_row *products);
+                           int n, const float *rows, ptrdiff_t stride, int num_rows, int dim,
+                           kvedge_state_row *products);
 
 /* to[r][t] = rows[t][first + r], for num_rows rows and `dim` elements of each; rows of both KVEDGE_TILE apart. */
 void kvedge_state_transpose(const kvedge_kernels *kernels, const float *rows, int num_rows, int first, int dim,
@@ -80,7 +81,8 @@ static inline float kvedge_decay(float x) {
 }
 
 /* decays[i][j], j <= i: from token j, which is not decayed, to token i, by the decay of each; 0 for j > i. */
-static inline void kvedge_state_decays(const float *decay, int n, float decays[KVEDGE_STATE_CHUNK][KVEDGE_STATE_CHUNK]) {
+static inline void kvedge_state_decays(const float *decay, int n,
+                                       float decays[KVEDGE_STATE_CHUNK][KVEDGE_STATE_CHUNK]) {
   float row[KVEDGE_STATE_CHUNK] = {0};
   for (int i = 0; i < n; i++) {
     for (int j = 0; j < KVEDGE_STATE_CHUNK; j++) row[j] *= decay[i];

@@ -29,8 +29,8 @@ static double get(const rows *r, int token, int head, int d) {
 
 static rows random_rows(int tokens, int heads, int dim, float low, float high) {
   rows r = {.tokens = tokens, .heads = heads, .dim = dim};
-  r.array.type = (kvedge_element_type)ONE_OF(KVEDGE_TYPE_FLOAT32, KVEDGE_TYPE_FLOAT32, KVEDGE_TYPE_FLOAT16,
-                                             KVEDGE_TYPE_BFLOAT16);
+  r.array.type =
+      (kvedge_element_type)ONE_OF(KVEDGE_TYPE_FLOAT32, KVEDGE_TYPE_FLOAT32, KVEDGE_TYPE_FLOAT16, KVEDGE_TYPE_BFLOAT16);
   const ptrdiff_t bytes = r.array.type == KVEDGE_TYPE_FLOAT32 ? 4 : 2, row = dim * bytes + bytes * ONE_OF(0, 0, 3);
   if (random_below(2)) r.array.head_stride = row, r.array.token_stride = row * heads;
   else r.array.token_stride = row, r.array.head_stride = row * tokens;
@@ -42,7 +42,9 @@ static rows random_rows(int tokens, int heads, int dim, float low, float high) {
         const float x = low + (high - low) * (0.5f + random_signed(0.5f));
         char *at = row_at(&r, t, h);
         if (r.array.type == KVEDGE_TYPE_FLOAT32) ((float *)at)[d] = x;
-        else ((uint16_t *)at)[d] = r.array.type == KVEDGE_TYPE_FLOAT16 ? kvedge_half_of_float(x) : kvedge_bfloat_of_float(x);
+        else
+          ((uint16_t *)at)[d] =
+              r.array.type == KVEDGE_TYPE_FLOAT16 ? kvedge_half_of_float(x) : kvedge_bfloat_of_float(x);
       }
   return r;
 }
@@ -101,7 +103,8 @@ static void compare(const char *of, const state *s, const rows *out, const doubl
   const double rounded = s->type == KVEDGE_TYPE_FLOAT32 ? 0.0 : 0.02 * cuts;
   const double of_out = out->array.type == KVEDGE_TYPE_FLOAT32 ? 0.0 : 0.004;
   if (!near(off / largest, 0.0, contract + rounded + of_out)) fail("%s: out is off by %.1e", of, off / largest);
-  if (!near(state_off / of_state, 0.0, contract + rounded)) fail("%s: the state is off by %.1e", of, state_off / of_state);
+  if (!near(state_off / of_state, 0.0, contract + rounded))
+    fail("%s: the state is off by %.1e", of, state_off / of_state);
   end_case();
 }
 
@@ -116,17 +119,24 @@ static int next_cut(int left) {
 static void check_delta(void) {
   const int dims[] = {1, 7, 16, 40, 64, 72, 128, 160, 256};
   const int group = ONE_OF(1, 1, 2, 3), key_heads = ONE_OF(1, 2), heads = group * key_heads;
-  const int key_dim = dims[random_below(9)], value_dim = dims[random_below(9)], tokens = ONE_OF(1, 2, 15, 16, 17, 33, 60);
-  kvedge_delta_shape shape = {.num_heads = heads, .num_key_heads = key_heads, .key_dim = key_dim, .value_dim = value_dim,
-                              .gate_dim = random_below(3) ? 1 : key_dim, .normalize = random_below(2), .scale = 0.3f};
+  const int key_dim = dims[random_below(9)], value_dim = dims[random_below(9)],
+            tokens = ONE_OF(1, 2, 15, 16, 17, 33, 60);
+  kvedge_delta_shape shape = {.num_heads = heads,
+                              .num_key_heads = key_heads,
+                              .key_dim = key_dim,
+                              .value_dim = value_dim,
+                              .gate_dim = random_below(3) ? 1 : key_dim,
+                              .normalize = random_below(2),
+                              .scale = 0.3f};
   const float size = shape.normalize ? 1.0f : 1.0f / sqrtf((float)key_dim);
   char of[120];
   snprintf(of, sizeof of, "%d/%d heads of %dx%d, gates of %d, %d tokens", heads, key_heads, key_dim, value_dim,
            shape.gate_dim, tokens);
   state s = new_state(heads * key_dim * value_dim);
-  rows q = random_rows(tokens, key_heads, key_dim, -size, size), k = random_rows(tokens, key_heads, key_dim, -size, size),
-       v = random_rows(tokens, heads, value_dim, -1, 1), g = random_rows(tokens, heads, shape.gate_dim, ONE_OF(-9, -1, 0), 0),
-       b = random_rows(tokens, heads, 1, 0, 1), out = random_rows(tokens, heads, value_dim, 0, 0);
+  rows q = random_rows(tokens, key_heads, key_dim, -size, size),
+       k = random_rows(tokens, key_heads, key_dim, -size, size), v = random_rows(tokens, heads, value_dim, -1, 1),
+       g = random_rows(tokens, heads, shape.gate_dim, ONE_OF(-9, -1, 0), 0), b = random_rows(tokens, heads, 1, 0, 1),
+       out = random_rows(tokens, heads, value_dim, 0, 0);
   double *exact = malloc((size_t)tokens * (size_t)heads * (size_t)value_dim * sizeof *exact);
   for (int t = 0, i = 0; t < tokens; t++)
     for (int h = 0; h < heads; h++) {
@@ -135,7 +145,8 @@ static void check_delta(void) {
         squares[0] += pow(get(&k, t, h / group, d), 2), squares[1] += pow(get(&q, t, h / group, d), 2);
         for (int c = 0; c < value_dim; c++) of[d * value_dim + c] *= exp(get(&g, t, h, shape.gate_dim == 1 ? 0 : d));
       }
-      const double of_key = shape.normalize ? 1 / sqrt(squares[0]) : 1, of_query = shape.normalize ? 1 / sqrt(squares[1]) : 1;
+      const double of_key = shape.normalize ? 1 / sqrt(squares[0]) : 1,
+                   of_query = shape.normalize ? 1 / sqrt(squares[1]) : 1;
       for (int c = 0; c < value_dim; c++, i++) {
         double met = 0, sum = 0;
         for (int d = 0; d < key_dim; d++) met += of_key * get(&k, t, h / group, d) * of[d * value_dim + c];
@@ -150,8 +161,15 @@ static void check_delta(void) {
   int cuts = 0;
   for (int t = 0, n; t < tokens; t += n, cuts++) {
     n = next_cut(tokens - t);
-    const kvedge_delta_call call = {s.memory.data, s.type, n, from_token(&q, t), from_token(&k, t), from_token(&v, t),
-                                    from_token(&out, t), from_token(&g, t), from_token(&b, t)};
+    const kvedge_delta_call call = {s.memory.data,
+                                    s.type,
+                                    n,
+                                    from_token(&q, t),
+                                    from_token(&k, t),
+                                    from_token(&v, t),
+                                    from_token(&out, t),
+                                    from_token(&g, t),
+                                    from_token(&b, t)};
     if (kvedge_delta_extend(&shape, &call, 1, ONE_OF(1, 3)) != KVEDGE_OK) fail("%s: refused", of);
   }
   compare(of, &s, &out, exact, cuts);
@@ -164,7 +182,8 @@ static void check_delta(void) {
 
 static void check_mamba(void) {
   const int dims[] = {1, 7, 16, 40, 64, 72, 128, 160, 256};
-  const int group = ONE_OF(1, 2, 3), groups = ONE_OF(1, 2), heads = group * groups, tokens = ONE_OF(1, 2, 15, 16, 17, 33, 60);
+  const int group = ONE_OF(1, 2, 3), groups = ONE_OF(1, 2), heads = group * groups,
+            tokens = ONE_OF(1, 2, 15, 16, 17, 33, 60);
   const int dim = dims[random_below(9)], size = dims[random_below(9)];
   char of[120];
   snprintf(of, sizeof of, "%d/%d heads of %dx%d, %d tokens", heads, groups, dim, size, tokens);
@@ -182,16 +201,17 @@ static void check_mamba(void) {
         double *row = s.exact + ((ptrdiff_t)h * dim + p) * size;
         exact[i] = shape.d ? d[h] * get(&x, t, h, p) : 0;
         for (int n = 0; n < size; n++) {
-          row[n] = row[n] * exp(get(&dt, t, h, 0) * a[h]) + get(&dt, t, h, 0) * get(&x, t, h, p) * get(&b, t, h / group, n);
+          row[n] =
+              row[n] * exp(get(&dt, t, h, 0) * a[h]) + get(&dt, t, h, 0) * get(&x, t, h, p) * get(&b, t, h / group, n);
           exact[i] += row[n] * get(&c, t, h / group, n);
         }
       }
   int cuts = 0;
   for (int t = 0, n; t < tokens; t += n, cuts++) {
     n = next_cut(tokens - t);
-    const kvedge_mamba_call call = {s.memory.data,      s.type,             n,
-                                    from_token(&x, t),  from_token(&out, t), from_token(&dt, t),
-                                    from_token(&b, t),  from_token(&c, t)};
+    const kvedge_mamba_call call = {
+        s.memory.data,     s.type,           n, from_token(&x, t), from_token(&out, t), from_token(&dt, t),
+        from_token(&b, t), from_token(&c, t)};
     if (kvedge_mamba_extend(&shape, &call, 1, ONE_OF(1, 3)) != KVEDGE_OK) fail("%s: refused", of);
   }
   compare(of, &s, &out, exact, cuts);
@@ -277,7 +297,8 @@ static void check_together(void) {
       const kvedge_array in = {inputs + at * DIM, KVEDGE_TYPE_FLOAT32, HEADS * row, row},
                          numbers = {gates + at, KVEDGE_TYPE_FLOAT32, HEADS * sizeof(float), sizeof(float)},
                          to = {out[r] + at * DIM, KVEDGE_TYPE_FLOAT32, HEADS * row, row};
-      calls[c] = (kvedge_delta_call){held[r] + c * STATE, KVEDGE_TYPE_FLOAT32, TOKENS, in, in, in, to, numbers, numbers};
+      calls[c] =
+          (kvedge_delta_call){held[r] + c * STATE, KVEDGE_TYPE_FLOAT32, TOKENS, in, in, in, to, numbers, numbers};
     }
     const kvedge_delta_shape shape = {HEADS, HEADS, DIM, DIM, 1, 1, 1.0f};
     if (r) { /* together */
