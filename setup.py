@@ -115,8 +115,9 @@ class OptionalBuildExt(build_ext):
 
     def compile(self, ext):
         """Compile csrc/, the extension's own source, what is for ggml; return the objects."""
-        # -O3 pays in the kernels of vector paths alone: elsewhere -O2 takes 40 KB less of the wheel.
-        # What Cython writes is glue: with -Os it has 68 KB less, and a call takes 0.1 us more.
+        # -O3 pays in the kernels of vector paths alone: elsewhere -O2 takes 40 KB less of the
+        # wheel. What Cython writes is glue: with -Os it has 68 KB less, and a call takes 0.1 us
+        # more.
         rest = {"extra_postargs": ["-O2" if w == "-O3" else w for w in ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()
         own = {
