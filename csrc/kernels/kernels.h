@@ -142,8 +142,8 @@ typedef struct {
   int planes;     /* of quantized probabilities: weights p[t] * scale[t] are rounded to 2^-24 of the tile's largest or
                    * better; to 2^-16 or 2^-8 if it is 2 or 1 (or to 2^-15 of the largest of 64 tokens, whose errors add
                    * up as those of 2^-16 of 256 do), small ones up or down as kvedge_dither has it */
-  const float *p; /* (num_queries, KVEDGE_TILE), 0 from num_tokens to the end of the last block; cells of float32 do not
-                   * look at those */
+  const float *p; /* (num_queries, KVEDGE_TILE), 0 from num_tokens to the end of the last block (cells of float32: to a
+                   * multiple of 4) */
   char *scratch;  /* (KVEDGE_SCRATCH) as in kvedge_query */
   int by_32;      /* whether 2^-15 of the largest of 32 tokens suffices where planes is 3 */
 } kvedge_probabilities;

@@ -146,7 +146,7 @@ static void run_columns(const delta_head *h, int64_t first, int n, int column, c
   }
   for (int k = 0; k < shape->key_dim; k += KVEDGE_QUERY_ROWS) {
     const int rows = shape->key_dim - k < KVEDGE_QUERY_ROWS ? shape->key_dim - k : KVEDGE_QUERY_ROWS;
-    const float *weights = &m->to_state[0][k / KVEDGE_QUERY_ROWS * CHUNK];
+    float *weights = &m->to_state[0][k / KVEDGE_QUERY_ROWS * CHUNK];
     kvedge_state_add_rows(kernels, m->scratch, weights, rows, m->updates[0], KVEDGE_TILE, n, columns, m->decay + k,
                           state + k * h->stride, h->stride, NULL);
   }

@@ -18,11 +18,13 @@ static kvedge_tile tile_of(const char **blocks, const float *rows, ptrdiff_t str
                        .factor = 1.0f};
 }
 
-void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const float *weights, int n, const float *rows,
+void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, float *weights, int n, const float *rows,
                            ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
                            ptrdiff_t sum_stride, const float *next) {
   const char *blocks[KVEDGE_TILE_BLOCKS];
   kvedge_tile tile = tile_of(blocks, rows, stride, num_rows, dim);
+  for (int t = num_rows; t % 4; t++)
+    for (int i = 0; i < n; i++) weights[i * KVEDGE_TILE + t] = 0.0f;
   if (next) tile.next = (kvedge_prefetch){blocks, (const char *)next - (const char *)rows, 1};
   const kvedge_probabilities p = {.num_queries = n, .p = weights, .scratch = scratch};
   const kvedge_accumulators to = {sums, sum_stride, keep};

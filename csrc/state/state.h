@@ -33,10 +33,10 @@ typedef struct {
   float state[KVEDGE_STATE_DIM * KVEDGE_STATE_DIM]; /* of a head, where it is not read in place */
 } kvedge_state_memory;
 
-/* (Weights KVEDGE_TILE apart.) sums[i] = sums[i] * keep[i] + the sum over t of weights[i][t] rows[t], for n rows i up to KVEDGE_QUERY_ROWS, and num_rows
- * rows t of `dim` floats, up to KVEDGE_TILE, `stride` floats apart. next: where as many rows lie that are prefetched
- * meanwhile, or NULL. */
-void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, const float *weights, int n, const float *rows,
+/* sums[i] = sums[i] * keep[i] + the sum over t of weights[i][t] rows[t], for n rows i up to KVEDGE_QUERY_ROWS, and
+ * num_rows rows t of `dim` floats, up to KVEDGE_TILE, `stride` floats apart. Weights are KVEDGE_TILE apart, and those behind
+ * the last become 0 to a multiple of 4. next: where as many rows lie that are prefetched meanwhile, or NULL. */
+void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, float *weights, int n, const float *rows,
                            ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
                            ptrdiff_t sum_stride, const float *next);
 
