@@ -255,6 +255,9 @@ typedef struct kvedge_kernels {
    * nearest float that is neither infinite nor denormal. */
   void (*scale_row)(const float *row, int n, float factor, float power, float *out);
 
+  /* out[i] = exp(x[i]) for x[i] <= 0, n of them, relative error below 1e-6; below -87 that of -87. */
+  void (*decays)(const float *x, int n, float *out);
+
   /* n bfloat16 to float32, and back: to nearest, ties to even, to the largest finite number instead of an infinity. */
   void (*widen_bfloats)(const uint16_t *from, int n, float *to);
   void (*narrow_bfloats)(const float *from, int n, uint16_t *to);

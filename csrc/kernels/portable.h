@@ -227,13 +227,22 @@ static inline void dequantize_portable(const int8_t *codes, size_t n, float scal
   for (size_t i = 0; i < n; i++) out[i] = (float)codes[i] * scale;
 }
 
-/* x / (1 + exp(-x)), by exp(-|x|), which cannot overflow. By bits, as kvedge_bounded() is: without a branch. */
+/* exp(-|x|); beyond 87, where it would cease to be a normal float, that of 87. By bits, as kvedge_bounded() is: without a
+ * branch, which no compiler makes vector code of. */
+static inline float exp_of_negative(float x) {
+  enum { LARGEST = 0x42ae0000 }; /* 87 */
+  const int32_t magnitude = (int32_t)(kvedge_bits_of_float(x) & 0x7fffffffu);
+  return exp2_within(-1.44269504f * kvedge_float_of_bits((uint32_t)(magnitude > LARGEST ? LARGEST : magnitude)));
+}
+
+static inline void decays_portable(const float *restrict x, int n, float *restrict out) {
+  for (int i = 0; i < n; i++) out[i] = exp_of_negative(x[i]);
+}
+
+/* x / (1 + exp(-x)), by exp(-|x|), which cannot overflow. */
 static inline float silu_of(float x) {
-  enum { LARGEST = 0x42ae0000 }; /* 87: exp(-87) is still normal, and nothing beside 1 */
-  const int32_t bits = (int32_t)kvedge_bits_of_float(x), magnitude = bits & 0x7fffffff;
-  const float kept = kvedge_float_of_bits((uint32_t)(magnitude > LARGEST ? LARGEST : magnitude));
-  const float power = exp2_within(-1.44269504f * kept);
-  const uint32_t one = kvedge_bits_of_float(1.0f), negative = 0u - ((uint32_t)bits >> 31);
+  const float power = exp_of_negative(x);
+  const uint32_t one = kvedge_bits_of_float(1.0f), negative = 0u - (kvedge_bits_of_float(x) >> 31);
   const uint32_t above = one ^ ((one ^ kvedge_bits_of_float(power)) & negative); /* power where x is negative */
   return x * kvedge_float_of_bits(above) / (1.0f + power);
 }

@@ -61,12 +61,15 @@ static void take_rows(const delta_head *h, int64_t first, int n) {
 static void decay_rows(const delta_head *h, int64_t first, int n, float *keep) {
   const int dim = h->work->shape->key_dim;
   kvedge_state_memory *m = h->memory;
-  float decay[CHUNK], decays[CHUNK][CHUNK], since = 0.0f; /* the logarithm of the decay since the state */
+  float gate[CHUNK], since[CHUNK], sum = 0.0f,
+                                   decays[CHUNK][CHUNK]; /* `since`: logarithms of the decay from the state */
   for (int i = 0; i < n; i++) {
-    const float gate = kvedge_log_decay(kvedge_state_number(&h->call->gate, first + i, h->head));
-    decay[i] = kvedge_decay(gate);
-    keep[i] = kvedge_decay(since += gate);
+    gate[i] = kvedge_log_decay(kvedge_state_number(&h->call->gate, first + i, h->head));
+    since[i] = sum += gate[i];
   }
+  h->work->kernels->decays(since, n, keep);
+  float decay[CHUNK];
+  h->work->kernels->decays(gate, n, decay);
   kvedge_state_decays(decay, n, decays);
   kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[0], KVEDGE_TILE, 2 * n, m->more[0], KVEDGE_TILE, n, dim,
                         m->weights);
@@ -88,11 +91,9 @@ static void decay_channels(const delta_head *h, int64_t first, int n) {
   for (int i = 0; i < n; i++) {
     const float *gates = kvedge_array_row(&h->call->gate, first + i, h->head, dim, gate);
     float products[2][KVEDGE_TILE];
-    for (int d = 0; d < dim; d++) {
-      one[d] = kvedge_decay(gates[d]);
-      since[d] += kvedge_log_decay(gates[d]);
-      m->decay[d] = kvedge_decay(since[d]);
-    }
+    for (int d = 0; d < dim; d++) since[d] += kvedge_log_decay(gates[d]);
+    h->work->kernels->decays(gates, dim, one);
+    h->work->kernels->decays(since, dim, m->decay);
     for (int j = 0; j < i; j++)
       for (int d = 0; d < dim; d++) m->more[j][d] *= one[d];
     kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[i], n * KVEDGE_TILE, 2, m->more[0], KVEDGE_TILE, i + 1,

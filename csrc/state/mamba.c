@@ -30,16 +30,18 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   const kvedge_kernels *kernels = h->work->kernels;
   const int dim = shape->head_dim, size = shape->state_size;
   kvedge_state_memory *m = h->memory;
-  float keep[CHUNK], decay[CHUNK], dt[CHUNK], decays[CHUNK][CHUNK], since = 0.0f;
+  float keep[CHUNK], decay[CHUNK], dt[CHUNK], decays[CHUNK][CHUNK];
+  float one[CHUNK], since[CHUNK], sum = 0.0f; /* logarithms of the decay of a token, and from the state on */
   for (int i = 0; i < n; i++) {
     dt[i] = kvedge_state_number(&call->dt, first + i, h->head);
-    const float log_decay = kvedge_log_decay(dt[i] * shape->a[h->head]);
-    decay[i] = kvedge_decay(log_decay);
-    keep[i] = kvedge_decay(since += log_decay);
+    one[i] = kvedge_log_decay(dt[i] * shape->a[h->head]);
+    since[i] = sum += one[i];
     kvedge_state_take_row(&call->c, first + i, h->group, size, m->rows[i]);
     kvedge_state_take_row(&call->b, first + i, h->group, size, m->more[i]);
     kvedge_state_take_row(&call->x, first + i, h->head, dim, m->values[i]);
   }
+  kernels->decays(one, n, decay);
+  kernels->decays(since, n, keep);
   kvedge_state_decays(decay, n, decays);
   /* sums[i] = decay of S C_i, + the sum over j <= i of (C_i B_j) decay from j to i, times dt_j x_j */
   kvedge_state_multiply(kernels, m->scratch, m->rows[0], KVEDGE_TILE, n, h->state, size, dim, size, m->sums);

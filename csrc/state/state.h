@@ -7,7 +7,6 @@
 
 #include "formats/array.h"
 #include "formats/half.h"
-#include "kernels/exp2.h"
 #include "kernels/kernels.h"
 
 enum {
@@ -72,13 +71,6 @@ static inline float kvedge_state_number(const kvedge_array *from, int64_t token,
 
 /* The logarithm of a decay. None is so small that a sum of them is infinite. */
 static inline float kvedge_log_decay(float x) { return x > -1e30f ? x : -1e30f; }
-
-/* exp(x) for x <= 0, relative error below 1e-6; below -87 that of -87. By bits, which compilers make vector code of. */
-static inline float kvedge_decay(float x) {
-  enum { LARGEST = 0x42ae0000 }; /* 87 */
-  const int32_t magnitude = (int32_t)(kvedge_bits_of_float(x) & 0x7fffffffu);
-  return exp2_within(-1.44269504f * kvedge_float_of_bits((uint32_t)(magnitude > LARGEST ? LARGEST : magnitude)));
-}
 
 /* decays[i][j], j <= i: from token j, which is not decayed, to token i, by the decay of each; 0 for j > i. */
 static inline void kvedge_state_decays(const float *decay, int n,

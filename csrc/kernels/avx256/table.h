@@ -194,6 +194,7 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
       .logits = KVEDGE_LOGIT_KERNELS,                                                                              \
       .merge_row = merge_row_portable,                                                                             \
       .scale_row = scale_row_portable,                                                                             \
+      .decays = decays_portable,                                                                                   \
       .widen_bfloats = widen_bfloats_portable,                                                                     \
       .narrow_bfloats = narrow_bfloats_portable,                                                                   \
       .convolve = convolve_portable,                                                                               \

@@ -318,6 +318,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .logits = KVEDGE_LOGIT_KERNELS,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
+    .decays = decays_portable,
     .widen_bfloats = widen_bfloats_portable,
     .narrow_bfloats = narrow_bfloats_portable,
     .convolve = convolve_portable,

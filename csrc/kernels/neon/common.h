@@ -458,6 +458,7 @@ enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in t
       .logits = KVEDGE_LOGIT_KERNELS,                                                                                  \
       .merge_row = merge_row_portable,                                                                                 \
       .scale_row = scale_row_portable,                                                                                 \
+      .decays = decays_portable,                                                                                       \
       .widen_bfloats = widen_bfloats_portable,                                                                         \
       .narrow_bfloats = narrow_bfloats_portable,                                                                       \
       .convolve = convolve_portable,                                                                                   \
