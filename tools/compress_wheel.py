@@ -24,7 +24,7 @@ class Compressor:
 
     def flush(self) -> bytes:
         # Two bytes of header and four of checksum belong to zlib's format, not to the stream.
-        return zopfli.zlib.compress(self.content, numiterations=15)[2:-4]
+        return zopfli.zlib.compress(self.content, numiterations=40)[2:-4]
 
 
 def compress(path: Path) -> None:
