@@ -114,10 +114,8 @@ static void run_block(const void *context, int task, int next, kvedge_state_memo
 }
 
 static int is_shape(const kvedge_conv_shape *shape) {
-  if (shape->num_channels < 1 || shape->width < 1 || shape->width > MOST_WIDTH || shape->state_len < shape->width - 1 ||
-      shape->state_len < 1 || !shape->weight)
-    return 0;
-  return 1;
+  return shape->num_channels >= 1 && shape->width >= 1 && shape->width <= MOST_WIDTH &&
+         shape->state_len >= shape->width - 1 && shape->state_len >= 1 && shape->weight;
 }
 
 static int are_finite(const kvedge_conv_shape *shape) {

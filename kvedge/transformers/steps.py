@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from kvedge.backends.select import backend
+from kvedge import backend
 from kvedge.core.registry import active
 from kvedge.states.conv import MAX_WIDTH
 from kvedge.states.recurrent import MAX_STATE_DIM
