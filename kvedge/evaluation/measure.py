@@ -123,10 +123,10 @@ def evaluate(
         for at in range(0, block.size - 1, chunk):
             targets = block[at + 1 : at + 1 + chunk]  # (n,)
             part = block[at : at + targets.size]
-            exact = tallies[0].reader.read(part)  # (n, vocab_size)
-            tallies[0].add(at, exact, exact, targets)
+            exact = _Exact(tallies[0].reader.read(part), targets)
+            tallies[0].add(at, exact, exact.logits)
             for tally in tallies[1:]:
-                tally.add(at, exact, tally.reader.read(part), targets)
+                tally.add(at, exact, tally.reader.read(part))
         for tally in tallies:
             tally.end_block()
     return [tally.result(tallies[0]) for tally in tallies]
@@ -149,8 +149,48 @@ def checked_text(
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Natural logarithms of the softmax of float64 logits (n, vocab_size)."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
+    most, log_sum = _normalizers(logits)
+    return np.asarray(logits - most - log_sum)
+
+
+def _normalizers(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What makes log-probabilities of float64 logits (n, vocab_size) when taken off: (n, 1) each."""
+    most = logits.max(axis=-1, keepdims=True)
+    return most, np.log(np.exp(logits - most).sum(axis=-1, keepdims=True))
+
+
+def _few(tokens: int, vocab_size: int) -> Iterable[slice]:
+    """Slices of the tokens whose logits are float64 at once."""
+    rows = max(1, _ELEMENTS // vocab_size)
+    return (slice(row, min(row + rows, tokens)) for row in range(0, tokens, rows))
+
+
+class _Exact:
+    """What float32 says of a chunk of tokens, which all others are compared with.
+
+    Log-probabilities are made again of the logits, a few rows at a time: in float64 they would take
+    twice the logits' memory.
+    """
+
+    def __init__(self, logits: np.ndarray, targets: np.ndarray) -> None:
+        self.logits = logits  # (n, vocab_size), float32
+        self.targets = targets  # (n,)
+        self.best = logits.argmax(axis=-1)
+        self.is_sure = np.empty(targets.size, bool)
+        self._normalizers = np.empty((2, targets.size, 1))
+        each = np.arange(targets.size)
+        for rows in _few(targets.size, logits.shape[-1]):
+            part = logits[rows].astype(np.float64)
+            self._normalizers[:, rows] = _normalizers(part)
+            own, best = each[: len(part)], self.best[rows]
+            lead = part[own, best]
+            part[own, best] = -np.inf
+            self.is_sure[rows] = lead - part.max(axis=-1) > SURE
+
+    def log_p(self, rows: slice) -> np.ndarray:
+        """Log-probabilities of a few of the tokens, float64 (rows, vocab_size)."""
+        most, log_sum = self._normalizers[:, rows]
+        return np.asarray(self.logits[rows].astype(np.float64) - most - log_sum)
 
 
 class _Tally:
@@ -171,33 +211,26 @@ class _Tally:
         self.reader.clear()
         self.blocks.append(np.zeros(5))
 
-    def add(self, at: int, exact: np.ndarray, found: np.ndarray, targets: np.ndarray) -> None:
-        """Compare logits (n, vocab_size) of the tokens from position `at`, a few rows at once."""
-        rows = max(1, _ELEMENTS // exact.shape[-1])
-        for row in range(0, targets.size, rows):
-            of = slice(row, row + rows)
-            self._add_rows(at + row, exact[of], found[of], targets[of])
+    def add(self, at: int, exact: _Exact, logits: np.ndarray) -> None:
+        """Compare logits (n, vocab_size) of the tokens from position `at`."""
+        for rows in _few(*logits.shape):
+            self._add_rows(at, rows, exact, logits[rows].astype(np.float64))
 
-    def _add_rows(self, at: int, exact: np.ndarray, found: np.ndarray, targets: np.ndarray) -> None:
-        exact64, found64 = exact.astype(np.float64), found.astype(np.float64)  # (n, vocab_size)
-        exact_log_p, found_log_p = log_softmax(exact64), log_softmax(found64)
-        each = np.arange(targets.size)
-        nats = -found_log_p[each, targets]  # (n,)
+    def _add_rows(self, at: int, rows: slice, exact: _Exact, logits: np.ndarray) -> None:
+        exact_log_p, log_p = exact.log_p(rows), log_softmax(logits)  # (n, vocab_size)
+        each, targets = np.arange(len(logits)), exact.targets[rows]
+        nats = -log_p[each, targets]  # (n,)
         loss = nats + exact_log_p[each, targets]
-        kl = (np.exp(exact_log_p) * (exact_log_p - found_log_p)).sum(axis=-1)  # (n,)
-        difference = float(np.abs(found64 - exact64).max())
+        kl = (np.exp(exact_log_p) * (exact_log_p - log_p)).sum(axis=-1)  # (n,)
+        difference = float(np.abs(logits - exact.logits[rows]).max())
         self.largest_logit_difference = max(self.largest_logit_difference, difference)
-        best = exact64.argmax(axis=-1)  # (n,)
-        is_best = best == found64.argmax(axis=-1)
-        lead = exact64[each, best]
-        exact64[each, best] = -np.inf
-        sure = lead - exact64.max(axis=-1) > SURE
-        self.blocks[-1] += (targets.size, nats.sum(), loss.sum(), kl.sum(), is_best.sum())
+        is_best = exact.best[rows] == logits.argmax(axis=-1)
+        self.blocks[-1] += (each.size, nats.sum(), loss.sum(), kl.sum(), is_best.sum())
         self.kl.append(kl.astype(np.float32))
-        self.sure += int(sure.sum())
-        self.sure_changed += int((sure & ~is_best).sum())
-        part = (at + each) * _PARTS // self.window  # (n,)
-        np.add.at(self.parts, part, np.stack([np.ones(targets.size), loss, kl], axis=-1))
+        self.sure += int(exact.is_sure[rows].sum())
+        self.sure_changed += int((exact.is_sure[rows] & ~is_best).sum())
+        part = (at + rows.start + each) * _PARTS // self.window  # (n,)
+        np.add.at(self.parts, part, np.stack([np.ones(each.size), loss, kl], axis=-1))
 
     def end_block(self) -> None:
         self.bytes += self.reader.used_bytes
