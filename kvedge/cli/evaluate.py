@@ -46,10 +46,11 @@ EXAMPLES = """\
   kvedge eval --model model.gguf --text book.txt --formats auto kivi4 --recall 2048 4096
 """
 
-_DEFAULT_TOKENS = 8192
+# The window is that of kvedge.evaluation.measure, which is not imported for --help.
+_DEFAULT_TOKENS, _DEFAULT_WINDOW = 8192, 512
 
 
-def add_text_options(parser: argparse.ArgumentParser, tokens: int) -> None:
+def add_text_options(parser: argparse.ArgumentParser, tokens: int, window: int) -> None:
     """Declare what a model reads, by default so many tokens of it, and how."""
     text = parser.add_argument_group("text")
     text.add_argument("--text", metavar="FILE", help="what to read, UTF-8 (needed with --model)")
@@ -64,7 +65,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokens: int) -> None:
         "--window",
         type=positive_int,
         metavar="N",
-        help="tokens per block, each read from an empty cache (default: 512, or the model's "
+        help=f"tokens per block, each read from an empty cache (default: {window}, or the model's "
         "context if that is less)",
     )
     text.add_argument(
@@ -75,9 +76,8 @@ def add_text_options(parser: argparse.ArgumentParser, tokens: int) -> None:
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
-    add_model_options(parser)
+def add_hf_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a checkpoint of transformers."""
     parser.add_argument(
         "--hf",
         metavar="DIR",
@@ -85,13 +85,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(pip install 'kvedge[transformers]')",
     )
     parser.add_argument(
+        "--gguf", metavar="FILE", help="GGUF file in that folder, which transformers loads"
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    add_model_options(parser)
+    add_hf_options(parser)
+    parser.add_argument(
         "--key-bias",
         type=positive_float,
         metavar="B",
         help="add a constant of about B to a few channel pairs of the model's keys, as Qwen2.5 "
         "has, before measuring; 100 is much (see kvedge.llama.with_key_bias)",
     )
-    add_text_options(parser, _DEFAULT_TOKENS)
+    add_text_options(parser, _DEFAULT_TOKENS, _DEFAULT_WINDOW)
     cache = parser.add_argument_group("caches")
     cache.add_argument(
         "--formats",
@@ -119,10 +128,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Measure, and print what came of it."""
-    for name in ("model", "hf"):
-        if getattr(options, name) is not None and options.text is None:
-            raise UsageError(f"--{name} needs --text FILE: a text that the model has not seen")
-    if options.hf is not None and (options.model or options.tokenizer or options.key_bias):
+    check_subject(options, "a text that the model has not seen")
+    if options.hf is not None and options.key_bias:
         raise UsageError("--hf does not go with --model, --tokenizer and --key-bias")
     if options.plot is not None:
         plotting.require(options.plot)  # before minutes of measuring
@@ -131,7 +138,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     from kvedge.evaluation.recall import DEFAULT_LENGTHS, check_lengths
 
     asked = None if options.formats is None else parse_choices(options.formats)
-    path, subject, tokenizer, head_dim = _subject(options, output)
+    path, subject, tokenizer, head_dim = load_subject(options, output)
     choices = default_choices(head_dim) if asked is None else asked
     chunk = options.chunk or DEFAULT_CHUNK
     hidden_in = None
@@ -174,20 +181,32 @@ def run(options: argparse.Namespace, output: Output) -> int:
     return OK
 
 
-def _subject(options: argparse.Namespace, output: Output) -> tuple[str, Subject, Any, int]:
+def check_subject(options: argparse.Namespace, text: str) -> None:
+    """Refuse options of a model that do not go together, and one without a text."""
+    for name in ("model", "hf"):
+        if getattr(options, name) is not None and options.text is None:
+            raise UsageError(f"--{name} needs --text FILE: {text}")
+    if options.hf is not None and (options.model or options.tokenizer):
+        raise UsageError("--hf does not go with --model, --tokenizer and --key-bias")
+    if options.gguf is not None and options.hf is None:
+        raise UsageError("--gguf names a file in the folder of --hf; else it is --model FILE")
+
+
+def load_subject(options: argparse.Namespace, output: Output) -> tuple[str, Subject, Any, int]:
     """Return the model's path, what reads the text, its tokenizer and its head_dim."""
     if options.hf is not None:
         from kvedge.evaluation.hugging_face import HuggingFaceSubject
 
         with output.status("loading the model"):
-            model, tokenizer = hugging_face.load(options.hf, dtype="float32")
+            model, tokenizer = hugging_face.load(options.hf, options.gguf, dtype="float32")
         text = model.config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return options.hf, HuggingFaceSubject(model, options.threads), tokenizer, head_dim
+        path = str(Path(options.hf, options.gguf or ""))
+        return path, HuggingFaceSubject(model, options.threads), tokenizer, head_dim
     from kvedge.evaluation import LlamaSubject
 
     path, llama = load_model(options, output)
-    if options.key_bias is not None:
+    if getattr(options, "key_bias", None) is not None:  # kvedge eval alone has it
         from kvedge.llama import with_key_bias
 
         llama = with_key_bias(llama, options.key_bias)

@@ -54,14 +54,16 @@ def run(options: argparse.Namespace, output: Output) -> int:
     over = {}
     if options.group is not None:
         over = {"group": options.group, **ranks.placement_options(options)}
+    stored = storage.cache_options(options)
+    if "policy" not in stored:
+        stored["dtype"] = storage.dtype_of(options) or "int8"
     cache = KvedgeCache(
         model.config,
-        storage.dtype_of(options) or "int8",
         precision_bits=options.precision_bits,
         tolerance=options.tolerance,
         eviction=options.evict,
         **over,
-        **storage.cache_options(options),
+        **stored,
     )
     ranks.begun(options)
     chat = bool(tokenizer.chat_template) and not options.no_chat

@@ -6,8 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvedge.cli.evaluate import add_text_options, first_tokens
-from kvedge.cli.model import add_model_options, load_model
+from kvedge.cli.evaluate import (
+    add_hf_options,
+    add_text_options,
+    check_subject,
+    first_tokens,
+    load_subject,
+)
+from kvedge.cli.model import add_model_options
 from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.values import non_negative_int, positive_float, positive_int
@@ -24,25 +30,27 @@ Let a model read a text, learn how much each layer's keys and values lose in eac
 a policy: the formats of all layers that lose least within --bits, or take least within --max-kl.
 'kvedge generate --cache FILE', 'kvedge eval --cache FILE', KvedgeCache(policy=FILE) and
 LayerPolicy.load(FILE) take it. Give a text of the kind that the model will read; a thousand tokens
-do. Each layer is read with once, so it takes minutes.
+do. The text is read twice for each layer, so it takes minutes. The policy is measured beside the
+best single formats within the budget; where one of them loses less, that is what is written.
 """
 EXAMPLES = """\
   kvedge tune -m model.gguf --text book.txt --bits 5 -o policy.json
   kvedge tune -m model.gguf --text book.txt --max-kl 1e-3 -o policy.json
+  kvedge tune --hf Qwen2.5-0.5B --text book.txt --bits 5 -o policy.json
   kvedge eval -m model.gguf --text other.txt --cache policy.json kivi4:recent=96
   kvedge generate -m model.gguf --cache policy.json -p "Once upon a time"
 """
 
 _DEFAULT_TOKENS = 1024
 # Those of kvedge.evaluation.tuning, which is not imported for --help.
-_DEFAULT_RECENT, _DEFAULT_SINKS = 96, 4
+_DEFAULT_WINDOW, _DEFAULT_RECENT, _DEFAULT_SINKS = 1024, 96, 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     add_model_options(parser)
-    parser.add_argument("--hf", metavar="DIR", help=argparse.SUPPRESS)
-    add_text_options(parser, _DEFAULT_TOKENS)
+    add_hf_options(parser)
+    add_text_options(parser, _DEFAULT_TOKENS, _DEFAULT_WINDOW)
     budget = parser.add_argument_group("budget, one of them or both")
     budget.add_argument(
         "--bits",
@@ -85,14 +93,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, output: Output) -> int:
     """Find the policy, write it, and print what was measured."""
     _check(options)
-    from kvedge.evaluation import LlamaSubject
     from kvedge.evaluation.measure import DEFAULT_CHUNK
     from kvedge.evaluation.tuning import tune
 
-    path, model = load_model(options, output)
-    text, tokens = first_tokens(options.text, model.tokenizer, options.tokens)
+    path, subject, tokenizer, _ = load_subject(options, output)
+    text, tokens = first_tokens(options.text, tokenizer, options.tokens)
     found = tune(
-        LlamaSubject(model, options.threads),
+        subject,
         tokens,
         bits=options.bits,
         max_kl=options.max_kl,
@@ -121,13 +128,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse before minutes of reading what could not be written or makes no sense."""
-    if options.hf is not None:
-        raise UsageError(
-            "tune reads GGUF files and llama2.c checkpoints (--model), no --hf yet; a policy of "
-            "the model's GGUF file is right for the checkpoint too: KvedgeCache(policy=)"
-        )
-    if options.model is not None and options.text is None:
-        raise UsageError("--model needs --text FILE: a text of the kind that it will read")
+    check_subject(options, "a text of the kind that it will read")
     if options.bits is None and options.max_kl is None:
         raise UsageError("a budget is missing: --bits B, --max-kl KL or both")
     if options.output is None:
@@ -153,18 +154,28 @@ def _figures(found: Tuned) -> dict[str, Any]:
         "uniform_bits_per_value": found.uniform_bits,
         "uniform_kl": found.uniform_result.kl.mean,
         "uniform_nats_lost": found.uniform_result.loss.mean,
+        "is_uniform": found.is_uniform,
     }
 
 
 def _print(title: str, found: Tuned, output: Output) -> None:
     rows = []
-    pairs = [(one["dtype"], one.get("value_dtype", one["dtype"])) for one in found.policy.layers]
+    pairs = [_names(one) for one in found.policy.layers]
     for what, at in (("keys", 0), ("values", 1)):
         layers: dict[str, list[int]] = {}
         for index, pair in enumerate(pairs):
             layers.setdefault(pair[at], []).append(index)
         rows += [(what, name, _ranges(own)) for name, own in sorted(layers.items())]
     output.table(title, ("", "stored as", "in layers"), rows)
+    if found.is_uniform:
+        output.note(f"no policy within the budget beats {found.uniform} in all layers: that is it")
+    uniform = (
+        f"{found.uniform} in all layers",
+        f"{found.uniform_bits:.2f}",
+        f"{found.uniform_result.kl.mean:.2e}",
+        "",
+        f"{found.uniform_result.loss.mean:+.5f}",
+    )
     output.table(
         "measured on this text",
         ("cache", ">bits/value", ">KL to float32", "?>expected", ">nats lost"),
@@ -176,15 +187,16 @@ def _print(title: str, found: Tuned, output: Output) -> None:
                 f"{found.expected_kl:.2e}",
                 f"{found.result.loss.mean:+.5f}",
             ),
-            (
-                f"{found.uniform} in all layers",
-                f"{found.uniform_bits:.2f}",
-                f"{found.uniform_result.kl.mean:.2e}",
-                "",
-                f"{found.uniform_result.loss.mean:+.5f}",
-            ),
+            *([] if found.is_uniform else [uniform]),
         ],
     )
+
+
+def _names(layer: dict[str, Any]) -> tuple[str, str]:
+    """How keys and values of a layer are stored, for people."""
+    keys = layer["dtype"]
+    values = layer.get("value_dtype", keys)
+    return keys, f"rotated {values}" if layer.get("value_rotation") else values
 
 
 def _ranges(numbers: list[int]) -> str:

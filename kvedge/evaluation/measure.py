@@ -154,7 +154,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _normalizers(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What makes log-probabilities of float64 logits (n, vocab_size) when taken off: (n, 1) each."""
+    """What float64 logits (n, vocab_size) exceed their log-probabilities by, in two: (n, 1)."""
     most = logits.max(axis=-1, keepdims=True)
     return most, np.log(np.exp(logits - most).sum(axis=-1, keepdims=True))
 

@@ -3,13 +3,15 @@
 1. One reading on a float32 cache, with caches of every format beside it, tells for each layer how
    far what attention gives moves where its keys, or its values, are stored in a format: the sum of
    squares of the difference.
-2. A reading for each layer, which alone is stored in PROBE, tells the KL that such a move of this
-   layer costs. KL is of second order, and rounding errors of several layers are independent: so
-   the KL of a policy is about the sum of those of its layers.
-3. From the smallest formats on, the step that saves most KL for a byte is taken, again and again,
-   as far as the budget goes: a knapsack by marginal gains.
-4. A reading on the policy itself, beside the best single format of no more bytes, says whether
-   that holds; where it does not, the budget of KL is corrected and the steps are taken anew.
+2. A reading for each layer's keys, and one for its values, which alone are stored in PROBE, tell
+   the KL that such a move costs: keys move attention otherwise than values do. KL is of second
+   order, and rounding errors of several layers are independent: so the KL of a policy is about the
+   sum of those of its layers.
+3. Of all ways to store all layers those are kept that no other beats in both bytes and KL: a
+   knapsack, solved layer by layer. The budget says which of them is taken.
+4. A reading on that policy and on neighbours of it, beside the single formats that promise most
+   within the bits, says which is best; where none keeps the budget of KL, it is corrected and the
+   choice is made anew.
 
 KVTuner (https://arxiv.org/abs/2502.04420) also finds formats by layer, keys and values apart, from
 what they do to attention.
@@ -19,31 +21,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import KVCache, LayerPolicy
-from ..cache.cache import state_of
-from ..core.config import LayerConfig, layer_config
+from .. import LayerPolicy
+from ..core.config import layer_config
 from ..core.formats import format_of
 from ..core.memory import token_bytes
 from ..errors import InvalidArgumentError
-from .choice import FLOAT32, CacheChoice
+from .choice import CacheChoice
 from .measure import DEFAULT_CHUNK, Result, checked_text, evaluate
-from .subject import LlamaSubject
+from .subject import LayerShape, Subject
 
 __all__ = ["KEY_FORMATS", "RECENT", "SINKS", "VALUE_FORMATS", "Learned", "Tuned", "learn", "tune"]
 
+_ROTATED = "rotated "
 KEY_FORMATS: tuple[str, ...] = ("kivi2", "int4", "kivi4", "int8", "kivi8")
-VALUE_FORMATS: tuple[str, ...] = ("kivi2", "int4", "kivi4", "int8", "kivi8")
+VALUE_FORMATS: tuple[str, ...] = (
+    *("kivi2", "rotated kivi2", "rotated int4", "kivi4", "rotated kivi4"),
+    *("rotated int8", "kivi8"),
+)
 PROBE = "kivi4"
 # What layers of few bits read in float16 besides: last tokens, and first ones, which real models
 # attend to from everywhere, where the layer sees no window.
 RECENT, SINKS = 96, 4
+DEFAULT_WINDOW = 1024  # tokens: long enough that most of what is read is stored in few bits
 _FEW_BITS = ("kivi2", "int4", "kivi4")
 _AT_ONCE = 6  # policies read beside one float32 cache
 _MOST_TRIES = 4  # until the measured KL is what is wanted
+_UNIFORM = 3  # single formats that are measured beside a policy
+_MOST_KEPT = 2048  # ways to store the layers so far, between the fewest bytes and the least KL
 
 _Track = Callable[[Sequence[Any], str], Iterable[Any]]
 
@@ -59,21 +67,34 @@ class Tuned:
     uniform_result: Result
     bits_per_value: float  # for the context asked for
     uniform_bits: float
+    is_uniform: bool  # no policy was better than that single format, which it is then
+
+
+class _Pair(NamedTuple):
+    """How a layer's keys and values are stored."""
+
+    keys: str
+    values: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.keys if self.keys == self.values else f"{self.keys} keys, {self.values} values"
+
+
+_PAIRS = [_Pair(keys, values) for keys in KEY_FORMATS for values in VALUE_FORMATS]
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
-    """Keys, or values, of a layer: what each format takes (bytes) and costs (nats of KL)."""
+class _Layer:
+    """What each pair of formats takes in a layer, and costs."""
 
-    layer: int
-    of_values: bool
-    formats: tuple[str, ...]
-    bytes: tuple[float, ...]
-    kl: tuple[float, ...]
+    bytes: np.ndarray
+    kl: np.ndarray  # nats
 
 
 def tune(
-    subject: LlamaSubject,
+    subject: Subject,
     tokens: Sequence[int] | np.ndarray,
     *,
     bits: float | None = None,
@@ -84,7 +105,7 @@ def tune(
 
     Parameters
     ----------
-    subject : LlamaSubject
+    subject : Subject
         The model.
     tokens : sequence of int
         The text, two tokens or more.
@@ -107,7 +128,7 @@ def tune(
 
 
 def learn(
-    subject: LlamaSubject,
+    subject: Subject,
     tokens: Sequence[int] | np.ndarray,
     *,
     recent: int = RECENT,
@@ -122,7 +143,7 @@ def learn(
 
     Parameters
     ----------
-    subject : LlamaSubject
+    subject : Subject
         The model.
     tokens : sequence of int
         The text, two tokens or more.
@@ -132,7 +153,8 @@ def learn(
         Tokens that bytes are counted for, which matters where layers see a window; `window` unless
         given.
     window, chunk : int, optional
-        As of :func:`kvedge.evaluation.evaluate`.
+        As of :func:`kvedge.evaluation.evaluate`; `window` is 1024, or the model's context or the
+        text if that is less, unless given.
     track : callable, optional
         Called with what is read and a word for it, returns it one by one: a progress bar.
     only_if : callable, optional
@@ -145,20 +167,16 @@ def learn(
     Raises
     ------
     InvalidArgumentError
-        What :func:`kvedge.evaluation.evaluate` refuses.
+        What :func:`kvedge.evaluation.evaluate` refuses; a model whose layers have no keys.
     """
+    if window is None:
+        window = max(2, min(subject.context, DEFAULT_WINDOW, len(tokens)))
     tokens, window = checked_text(subject, tokens, window, chunk)
-    context = window if context is None else context
-    layers = [store.config for store in state_of(subject.model.new_cache("float32")).stores]
-    held = [min(context, 2 * one.window) if one.window else context for one in layers]
-    maker = _Maker(layers, held, recent, sinks)
+    maker = _Maker(subject.layers(), window if context is None else context, recent, sinks)
     only_if(maker.least_bits)
 
     def measured(policies: Sequence[LayerPolicy], text: str) -> list[Result]:
-        choices = [
-            CacheChoice(str(at), one.layers[0]["dtype"], {"policy": one})
-            for at, one in enumerate(policies)
-        ]
+        choices = [_choice(str(at), one) for at, one in enumerate(policies)]
         groups = [choices[at : at + _AT_ONCE] for at in range(0, len(choices), _AT_ONCE)]
         found: list[Result] = []
         for group in track(groups, text):
@@ -166,16 +184,23 @@ def learn(
         return found
 
     moves = _moves(subject, tokens, maker, window, chunk, track)
-    probed = measured([maker.only(at, PROBE) for at in range(len(layers))], "layers one by one")
-    sides = []
-    for at, result in enumerate(probed):
-        of_probe = sum(moves[at, values, formats.index(PROBE)] for values, formats in _SIDES)
-        price = result.kl.mean / of_probe if of_probe else 0.0
-        for values, formats in _SIDES:
-            sizes = tuple(maker.side_bytes(at, name, bool(values)) for name in formats)
-            kl = tuple(price * moves[at, values, : len(formats)])
-            sides.append(_Side(at, bool(values), formats, sizes, kl))
-    return Learned(maker, sides, measured)
+    probes = [maker.only(at, pair) for at in maker.stored for pair in _beside_float32(PROBE)]
+    kl = np.array([each.kl.mean for each in measured(probes, "layers one by one")])
+    kl = kl.reshape(-1, 2)  # (layers with keys, keys or values)
+    of_probe = np.stack([own[formats.index(PROBE)] for own, formats in moves], -1)
+    if np.any((of_probe == 0) & (kl > 0)):
+        raise InvalidArgumentError(
+            "the model's attention is not kvedge's, so that nothing can be learned of it: load it "
+            'with attn_implementation="kvedge"'
+        )
+    prices = np.divide(kl, of_probe, out=np.zeros_like(kl), where=of_probe > 0)
+    costs = [price * own for price, (own, _) in zip(prices.T, moves, strict=True)]
+    layers = []
+    for index, at in enumerate(maker.stored):
+        cost = costs[0][:, index, None] + costs[1][:, index]  # (formats of keys, of values)
+        sizes = np.array([maker.layer_bytes(at, pair) for pair in _PAIRS])
+        layers.append(_Layer(sizes, cost.ravel()))
+    return Learned(maker, layers, measured)
 
 
 class Learned:
@@ -184,11 +209,12 @@ class Learned:
     def __init__(
         self,
         maker: _Maker,
-        sides: list[_Side],
+        layers: list[_Layer],
         measured: Callable[[Sequence[LayerPolicy], str], list[Result]],
     ) -> None:
         self._maker = maker
-        self._sides = sides
+        self._layers = layers
+        self._frontier = _Frontier(layers)
         self._measured = measured
 
     def choose(self, *, bits: float | None = None, max_kl: float | None = None) -> Tuned:
@@ -205,23 +231,24 @@ class Learned:
         Returns
         -------
         Tuned
+            Where a single format for all layers has less KL, that is the policy.
 
         Raises
         ------
         InvalidArgumentError
             A budget that cannot be kept, or none.
         """
-        maker, sides = self._maker, self._sides
+        maker = self._maker
         _check(maker.least_bits, bits, max_kl)
         budget = None if bits is None else maker.budget(bits)
         target = max_kl
         for _ in range(_MOST_TRIES):
-            chosen, expected = _allocate(sides, budget, target)
-            pairs = _pairs(chosen, len(maker.layers))
+            chosen, expected = self._frontier.pick(budget, target)
+            pairs = [_PAIRS[at] for at in chosen]
             most = maker.bits(pairs) if bits is None else bits
-            uniform = [_best_uniform(sides, maker, most)] * len(maker.layers)
-            policy, other_policy = maker.policy(pairs), maker.policy(uniform)
-            result, other = self._measured([policy, other_policy], "the policy")
+            uniforms = self._best_uniform(most)
+            tried = [pairs, *([one] * len(pairs) for one in uniforms)]
+            result, *others = self._measured([maker.policy(each) for each in tried], "the policy")
             if target is None or max_kl is None or result.kl.mean <= max_kl:
                 break
             target *= 0.9 * max_kl / result.kl.mean
@@ -229,18 +256,30 @@ class Learned:
             raise InvalidArgumentError(
                 f"max_kl: {result.kl.mean:.1e} was reached, {max_kl:.1e} was not: allow more"
             )
-        if other.kl.mean < result.kl.mean:
-            policy, pairs, result = other_policy, uniform, other
-            expected = sum(_kl_of(sides, uniform[0]))
+        best = int(np.argmin([other.kl.mean for other in others]))
+        other, uniform = others[best], tried[1 + best]
+        is_uniform = other.kl.mean <= result.kl.mean
+        if is_uniform:
+            pairs, result = uniform, other
+            at = _PAIRS.index(uniforms[best])
+            expected = float(sum(layer.kl[at] for layer in self._layers))
         return Tuned(
-            policy=policy,
+            policy=maker.policy(pairs),
             expected_kl=expected,
             result=result,
-            uniform=_pair_name(uniform[0]),
+            uniform=uniforms[best].name,
             uniform_result=other,
             bits_per_value=maker.bits(pairs),
             uniform_bits=maker.bits(uniform),
+            is_uniform=is_uniform,
         )
+
+    def _best_uniform(self, bits: float) -> list[_Pair]:
+        """The pairs of formats for all layers of the least KL expected, of no more bits."""
+        maker = self._maker
+        sizes = [maker.bits([pair] * len(self._layers)) for pair in _PAIRS]
+        order = np.argsort(np.sum([layer.kl for layer in self._layers], axis=0))
+        return [_PAIRS[at] for at in order if sizes[at] <= bits + 1e-9][:_UNIFORM]
 
 
 def _check(least: float, bits: float | None, max_kl: float | None) -> None:
@@ -250,59 +289,82 @@ def _check(least: float, bits: float | None, max_kl: float | None) -> None:
         raise InvalidArgumentError(f"bits must be {least:.2f} or more for this model, not {bits:g}")
 
 
-_SIDES: tuple[tuple[int, tuple[str, ...]], ...] = ((0, KEY_FORMATS), (1, VALUE_FORMATS))
-_Pair = tuple[str, str]  # how keys and values are stored
+def _choice(name: str, policy: LayerPolicy) -> CacheChoice:
+    return CacheChoice(name, policy.layers[0]["dtype"], {"policy": policy})
+
+
+def _beside_float32(name: str) -> tuple[_Pair, _Pair]:
+    """Keys in a format, and values, the others in float32."""
+    return _Pair(name, "float32"), _Pair("float32", name)
 
 
 class _Maker:
     """Makes policies for a model's layers, and counts their bytes."""
 
     def __init__(
-        self, layers: Sequence[LayerConfig], held: Sequence[int], recent: int, sinks: int
+        self, layers: Sequence[LayerShape | None], context: int, recent: int, sinks: int
     ) -> None:
-        self.layers = layers
-        self.held = held  # tokens of each layer
-        self.recent = recent
-        self.sinks = sinks
+        self._layers = layers
+        self.stored = [at for at, one in enumerate(layers) if one is not None]  # with keys
+        if not self.stored:
+            raise InvalidArgumentError("no layer of the model has keys and values to be stored")
+        self._context = context
+        self._recent = recent
+        self._sinks = sinks
 
-    def layer(self, at: int, keys: str, values: str) -> dict[str, Any]:
+    def _shape(self, at: int) -> LayerShape:
+        shape = self._layers[at]
+        assert shape is not None
+        return shape
+
+    def _held(self, at: int) -> int:
+        """Tokens that a layer holds."""
+        window = self._shape(at).window
+        return min(self._context, 2 * window) if window else self._context
+
+    def _options(self, at: int, pair: _Pair) -> dict[str, Any]:
         """Options of a layer."""
+        keys, values = pair.keys, pair.values.removeprefix(_ROTATED)
         made: dict[str, Any] = {"dtype": keys}
         if values != keys:
             made["value_dtype"] = values
+        if pair.values != values:
+            made["value_rotation"] = True
         if any(format_of(one).has_scales for one in (keys, values)):
             made["scale_dtype"] = "float16"
         if keys in _FEW_BITS or values in _FEW_BITS:
-            made |= {"recent": self.recent} if self.recent else {}
-            made |= {"sinks": self.sinks} if self.sinks and not self.layers[at].window else {}
+            made |= {"recent": self._recent} if self._recent else {}
+            made |= {"sinks": self._sinks} if self._sinks and not self._shape(at).window else {}
         return made
 
     def policy(self, pairs: Sequence[_Pair]) -> LayerPolicy:
-        return LayerPolicy([self.layer(at, *pair) for at, pair in enumerate(pairs)])
+        """Of pairs for the layers with keys."""
+        options: list[dict[str, Any]] = [{"dtype": "float32"} for _ in self._layers]
+        for at, pair in zip(self.stored, pairs, strict=True):
+            options[at] = self._options(at, pair)
+        return LayerPolicy(options)
 
-    def only(self, layer: int, name: str) -> LayerPolicy:
-        """One layer in a format, the others in float32."""
-        pairs = [("float32", "float32")] * len(self.layers)
-        pairs[layer] = (name, name)
-        return self.policy(pairs)
+    def only(self, layer: int, pair: _Pair) -> LayerPolicy:
+        """One layer in formats, the others in float32."""
+        exact = _Pair("float32", "float32")
+        return self.policy([pair if at == layer else exact for at in self.stored])
 
-    def _token_bytes(self, at: int, keys: str, values: str) -> int:
-        one = self.layers[at]
-        options = self.layer(at, keys, values)
+    def uniform(self, pair: _Pair) -> LayerPolicy:
+        """All layers in the same formats."""
+        return self.policy([pair] * len(self.stored))
+
+    def layer_bytes(self, at: int, pair: _Pair) -> float:
+        """Bytes of a layer for the tokens that it holds."""
+        one, options = self._shape(at), self._options(at, pair)
         sizes = (one.num_kv_heads, one.head_dim)
-        config = layer_config(options.pop("dtype"), None, *sizes, **options)
-        return token_bytes(config.plain)
-
-    def side_bytes(self, at: int, name: str, of_values: bool) -> float:
-        """Bytes of a layer's keys, or values, for the tokens that it holds."""
-        one = self.layers[at]
-        beside = 4 * one.num_kv_heads * one.head_dim  # the other side in float32
-        pair = ("float32", name) if of_values else (name, "float32")
-        return float(self.held[at] * (self._token_bytes(at, *pair) - beside))
+        config = layer_config(
+            options.pop("dtype"), None, *sizes, value_head_dim=one.value_head_dim, **options
+        )
+        return float(self._held(at) * token_bytes(config.plain))
 
     def bits(self, pairs: Sequence[_Pair]) -> float:
         """Bits per value of all layers."""
-        total = sum(self.held[at] * self._token_bytes(at, *pair) for at, pair in enumerate(pairs))
+        total = sum(map(self.layer_bytes, self.stored, pairs))
         return 8 * total / self._values
 
     def budget(self, bits: float) -> float:
@@ -311,162 +373,88 @@ class _Maker:
 
     @property
     def least_bits(self) -> float:
-        """Bits per value where every side takes its smallest format."""
-        total = sum(
-            min(self.side_bytes(at, name, bool(values)) for name in formats)
-            for at in range(len(self.layers))
-            for values, formats in _SIDES
-        )
+        """Bits per value where every layer takes its smallest formats."""
+        total = sum(min(self.layer_bytes(at, pair) for pair in _PAIRS) for at in self.stored)
         return 8 * total / self._values
 
     @property
     def _values(self) -> int:
-        return sum(
-            held * 2 * one.num_kv_heads * one.head_dim
-            for held, one in zip(self.held, self.layers, strict=True)
-        )
-
-
-class _Watched:
-    """A float32 cache, with caches of formats beside it whose attention is compared with its own.
-
-    The model reads on the float32 one. What it uses of a KVCache is here.
-    """
-
-    def __init__(self, subject: LlamaSubject, maker: _Maker) -> None:
-        new = subject.model.new_cache
-        self._exact = new("float32")
-        self._beside: list[tuple[int, int, KVCache]] = []  # of values, index of the format, cache
-        for values, formats in _SIDES:
-            for index, name in enumerate(formats):
-                pair = ("float32", name) if values else (name, "float32")
-                policy = maker.policy([pair] * len(maker.layers))
-                self._beside.append((values, index, new(policy=policy)))
-        most = max(len(formats) for _, formats in _SIDES)
-        self.moves = np.zeros((len(maker.layers), 2, most))  # sums of squares
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._exact, name)
-
-    def __len__(self) -> int:
-        return len(self._exact)
-
-    def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
-        for cache in self._all():
-            cache.append(layer, keys, values)
-
-    def attend(self, layer: int, query: np.ndarray, **options: Any) -> np.ndarray:
-        exact: np.ndarray = self._exact.attend(layer, query, **options)
-        for values, index, cache in self._beside:
-            found = cache.attend(layer, query, **options)
-            self.moves[layer, values, index] += float(
-                np.square(found - exact, dtype=np.float64).sum()
-            )
-        return exact
-
-    def advance(self, n: int) -> None:
-        for cache in self._all():
-            cache.advance(n)
-
-    def truncate(self, length: int) -> None:
-        for cache in self._all():
-            cache.truncate(length)
-
-    def clear(self) -> None:
-        for cache in self._all():
-            cache.clear()
-
-    def _all(self) -> Iterable[KVCache]:
-        return (self._exact, *(cache for _, _, cache in self._beside))
+        return sum(self._held(at) * self._shape(at).num_values for at in self.stored)
 
 
 def _moves(
-    subject: LlamaSubject,
+    subject: Subject,
     tokens: np.ndarray,
     maker: _Maker,
     window: int,
     chunk: int,
     track: _Track,
-) -> np.ndarray:
-    """Sums of squares of what attention's results move by: (layers, keys or values, formats)."""
-    reader: Any = subject.reader(FLOAT32)
-    reader._cache = watched = _Watched(subject, maker)
+) -> list[tuple[np.ndarray, tuple[str, ...]]]:
+    """Of keys and of values: sums of squares of what attention's results move by, and formats.
+
+    Each is an array (formats, layers with keys).
+    """
+    sides = KEY_FORMATS, VALUE_FORMATS
+    pairs = [_beside_float32(name)[at] for at, names in enumerate(sides) for name in names]
+    found = np.zeros((len(pairs), len(maker.stored)))
+    index_of = {at: index for index, at in enumerate(maker.stored)}
+
+    def tell(layer: int, index: int, moved: float) -> None:
+        found[index, index_of[layer]] += moved
+
+    choices = [_choice(pair.name, maker.uniform(pair)) for pair in pairs]
+    reader = subject.watched(choices, tell)
     blocks = [tokens[at : at + window] for at in range(0, tokens.size - 1, window)]
     for block in track(blocks, "all formats"):
-        watched.clear()
+        reader.clear()
         for at in range(0, block.size, chunk):
             reader.read(block[at : at + chunk])
-    return watched.moves
+    of_keys, of_values = np.split(found, [len(KEY_FORMATS)])
+    return [(of_keys, KEY_FORMATS), (of_values, VALUE_FORMATS)]
 
 
-def _allocate(
-    sides: Sequence[_Side], budget: float | None, target: float | None
-) -> tuple[list[int], float]:
-    """The format of each side, and the KL of all.
+class _Frontier:
+    """The ways to store all layers that no other beats in both bytes and KL.
 
-    The step that saves most KL for a byte, again and again: until none fits the budget (bytes), or
-    the target (nats) is reached.
+    Where there are very many, the best of each range of bytes is kept.
     """
-    chosen = [int(np.argmin(side.bytes)) for side in sides]
-    spent = sum(side.bytes[at] for side, at in zip(sides, chosen, strict=True))
-    while True:
-        expected = sum(side.kl[at] for side, at in zip(sides, chosen, strict=True))
-        if target is not None and expected <= target:
-            return _pruned(sides, chosen, target)
-        best: tuple[float, int, int] | None = None  # KL saved for a byte, side, format
-        for index, (side, now) in enumerate(zip(sides, chosen, strict=True)):
-            for at in range(len(side.formats)):
-                more, saved = side.bytes[at] - side.bytes[now], side.kl[now] - side.kl[at]
-                if saved <= 0 or (budget is not None and spent + more > budget):
-                    continue
-                gain = saved / more if more > 0 else np.inf
-                if best is None or gain > best[0]:
-                    best = (gain, index, at)
-        if best is None:
-            break
-        _, index, at = best
-        spent += sides[index].bytes[at] - sides[index].bytes[chosen[index]]
-        chosen[index] = at
-    if target is not None:
-        raise InvalidArgumentError(
-            f"max_kl: {expected:.1e} is the least that is expected of these formats"
-            + ("" if budget is None else " within the bits")
-            + f", not {target:.1e}"
-        )
-    return chosen, expected
 
+    def __init__(self, layers: Sequence[_Layer]) -> None:
+        sizes, kl = np.zeros(1), np.zeros(1)
+        self._choices = [layer.bytes.size for layer in layers]
+        self._kept: list[np.ndarray] = []  # of each layer: index of the way so far, and its choice
+        for layer in layers:
+            all_sizes = (sizes[:, None] + layer.bytes).ravel()
+            all_kl = (kl[:, None] + layer.kl).ravel()
+            order = np.lexsort((all_kl, all_sizes))
+            least = np.minimum.accumulate(all_kl[order])
+            kept = order[np.r_[True, least[1:] < least[:-1]]]
+            if kept.size > _MOST_KEPT:
+                place = all_sizes[kept] - all_sizes[kept[0]]
+                place = np.ceil(place * (_MOST_KEPT / place[-1]))  # the fewest bytes stand alone
+                kept = kept[np.r_[place[1:] > place[:-1], True]]
+            sizes, kl = all_sizes[kept], all_kl[kept]
+            self._kept.append(kept)
+        self.bytes, self.kl = sizes, kl  # ascending and descending
 
-def _pruned(sides: Sequence[_Side], chosen: list[int], target: float) -> tuple[list[int], float]:
-    """Take smaller formats again as far as the KL allows: steps may have been longer."""
-    while True:
-        expected = sum(side.kl[at] for side, at in zip(sides, chosen, strict=True))
-        best: tuple[float, int, int] | None = None  # bytes saved, side, format
-        for index, (side, now) in enumerate(zip(sides, chosen, strict=True)):
-            for at in range(len(side.formats)):
-                saved, more = side.bytes[now] - side.bytes[at], side.kl[at] - side.kl[now]
-                if saved > 0 and expected + more <= target and (best is None or saved > best[0]):
-                    best = (saved, index, at)
-        if best is None:
-            return chosen, expected
-        chosen[best[1]] = best[2]
+    def pick(self, budget: float | None, target: float | None) -> tuple[list[int], float]:
+        """The choice for each layer, and the KL of all.
 
-
-def _pairs(chosen: Sequence[int], num_layers: int) -> list[_Pair]:
-    names = [_SIDES[at % 2][1][index] for at, index in enumerate(chosen)]
-    return [(names[2 * at], names[2 * at + 1]) for at in range(num_layers)]
-
-
-def _kl_of(sides: Sequence[_Side], pair: _Pair) -> Iterable[float]:
-    return (side.kl[side.formats.index(pair[side.of_values])] for side in sides)
-
-
-def _best_uniform(sides: Sequence[_Side], maker: _Maker, bits: float) -> _Pair:
-    """The pair of formats for all layers of the least KL expected, of no more bits."""
-    pairs = [(keys, values) for keys in KEY_FORMATS for values in VALUE_FORMATS]
-    fitting = [pair for pair in pairs if maker.bits([pair] * len(maker.layers)) <= bits + 1e-9]
-    return min(fitting, key=lambda pair: sum(_kl_of(sides, pair)))
-
-
-def _pair_name(pair: _Pair) -> str:
-    keys, values = pair
-    return keys if keys == values else f"{keys} keys, {values} values"
+        It has the least KL within the budget (bytes), or the fewest bytes for the target (nats).
+        """
+        limit = np.inf if budget is None else budget * (1 + 1e-12)
+        at = int(np.searchsorted(self.bytes, limit, "right")) - 1
+        if target is not None:
+            enough = int(np.searchsorted(-self.kl, -target))
+            if enough > at:
+                raise InvalidArgumentError(
+                    f"max_kl: {self.kl[at]:.1e} is the least that is expected of these formats"
+                    + ("" if budget is None else " within the bits")
+                    + f", not {target:.1e}"
+                )
+            at = enough
+        expected, chosen = float(self.kl[at]), []
+        for kept, choices in zip(reversed(self._kept), reversed(self._choices), strict=True):
+            at, choice = divmod(int(kept[at]), choices)
+            chosen.append(choice)
+        return chosen[::-1], expected

@@ -6,67 +6,68 @@ import pytest
 import kvedge
 from kvedge.data import STORIES_MODEL, STORIES_TEXT
 from kvedge.evaluation import CacheChoice, LlamaSubject, evaluate
-from kvedge.evaluation.tuning import _allocate, _Side, tune
+from kvedge.evaluation.tuning import _Frontier, _Layer, tune
 from kvedge.llama import LlamaModel
 
 
-def sides(rng, count=4, formats=3):
-    """Sides whose formats lose less the more bytes they take."""
-    made = []
-    for at in range(count):
-        sizes = np.cumsum(rng.integers(1, 5, formats)).astype(float)
-        kl = np.sort(rng.random(formats) ** 3)[::-1]
-        made.append(
-            _Side(at // 2, bool(at % 2), ("a", "b", "c")[:formats], tuple(sizes), tuple(kl))
-        )
-    return made
+def layers(rng, count=4, choices=4):
+    """Layers that can be stored in several ways, of which some are never of use."""
+    return [
+        _Layer(rng.integers(1, 12, choices).astype(float), rng.random(choices) ** 3)
+        for _ in range(count)
+    ]
 
 
 def totals(given, chosen):
     return tuple(
-        sum(getattr(side, name)[at] for side, at in zip(given, chosen, strict=True))
+        sum(float(getattr(layer, name)[at]) for layer, at in zip(given, chosen, strict=True))
         for name in ("bytes", "kl")
     )
 
 
 def every_choice(given):
-    shape = [len(side.formats) for side in given]
+    shape = [layer.bytes.size for layer in given]
     return [totals(given, chosen) for chosen in np.ndindex(*shape)]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_budget_of_bytes_is_kept_and_well_spent(seed):
-    given = sides(np.random.default_rng(seed))
-    every = every_choice(given)
-    for budget in (min(every)[0], 15.0, 20.0, 1e9):
-        if budget < min(every)[0]:
-            continue
-        chosen, expected = _allocate(given, budget, None)
-        spent, kl = totals(given, chosen)
-        assert spent <= budget and kl == pytest.approx(expected)
-        # A single step more would not fit: so it is near what trying every choice finds.
-        best = min(kl for size, kl in every if size <= budget)
-        assert kl <= best + max(side.kl[0] for side in given)
-        if budget == 1e9:
-            assert kl == pytest.approx(best)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_budget_is_kept_and_spent_as_well_as_can_be(seed):
+    given = layers(np.random.default_rng(seed))
+    frontier, every = _Frontier(given), every_choice(given)
+    for budget in (min(every)[0], 15.0, 20.0, 1e9, None):
+        within = every if budget is None else [one for one in every if one[0] <= budget]
+        if within:
+            chosen, expected = frontier.pick(budget, None)
+            assert totals(given, chosen) in within
+            assert expected == pytest.approx(min(kl for _, kl in within))
+        for target in (1.5, 0.5, 0.1):
+            enough = [size for size, kl in within if kl <= target]
+            if not enough:
+                with pytest.raises(kvedge.InvalidArgumentError, match="max_kl"):
+                    frontier.pick(budget, target)
+                continue
+            size, kl = totals(given, frontier.pick(budget, target)[0])
+            assert size == min(enough) and kl <= target
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_budget_of_loss_is_kept_with_few_bytes(seed):
-    given = sides(np.random.default_rng(seed))
-    every = every_choice(given)
-    for target in (1.5, 0.5, 0.1):
-        if min(kl for _, kl in every) > target:
-            with pytest.raises(kvedge.InvalidArgumentError, match="max_kl"):
-                _allocate(given, None, target)
-            continue
-        chosen, expected = _allocate(given, None, target)
-        kl = totals(given, chosen)[1]
-        assert kl <= target and kl == pytest.approx(expected)
-        for at in range(len(given)):  # no single side can do with less
-            for smaller in range(chosen[at]):
-                other = [*chosen[:at], smaller, *chosen[at + 1 :]]
-                assert totals(given, other)[1] > target
+def test_many_layers_are_chosen_for_nearly_as_well():
+    """More ways than are kept: the bound is the best mixture of two ways."""
+    rng = np.random.default_rng(0)
+    given = [
+        _Layer(np.arange(1.0, 33.0) * rng.integers(90, 110), np.sort(rng.random(32))[::-1])
+        for _ in range(20)
+    ]
+    frontier = _Frontier(given)
+    for budget in (4e3, 1e4, 3e4):
+        chosen, expected = frontier.pick(budget, None)
+        size, kl = totals(given, chosen)
+        assert size <= budget and kl == pytest.approx(expected)
+        slopes = np.geomspace(1e-7, 1e-2, 200)  # of KL by bytes
+        bound = max(
+            sum(float((layer.kl + slope * layer.bytes).min()) for layer in given) - slope * budget
+            for slope in slopes
+        )
+        assert bound <= expected <= 1.01 * bound + 0.02
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,32 @@ def test_json_says_what_was_written_and_what_it_took(folder, capsys):
     assert summary["cache"]["used_bytes"] == held * 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, dim
 
 
+def test_tune_finds_the_policy_of_the_same_model_that_kvedge_runs_itself(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(STORY * 8)
+    arguments = ["--text", str(text), "--tokens", "160", "--recent", "8", "--bits", "7", "--json"]
+    own = ["--model", str(STORIES_MODEL), "--tokenizer", str(STORIES_TOKENIZER)]
+    found = []
+    for model in (["--hf", str(folder)], own):
+        path = tmp_path / f"{len(found)}.json"
+        assert main(["tune", *model, *arguments, "-o", str(path)]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    hf, llama = found
+    assert hf["layers"] == llama["layers"] and hf["bits_per_value"] == llama["bits_per_value"] <= 7
+    for name in ("kl", "uniform_kl", "kl_expected"):
+        assert hf[name] == pytest.approx(llama[name], rel=0.05)
+    arguments = ["--text", str(text), "--tokens", "160", "--window", "160", "--json"]
+    assert main(["eval", "--hf", str(folder), *arguments, "--cache", hf["policy"]]) == 0
+    _, tuned = json.loads(capsys.readouterr().out)["formats"]
+    assert tuned["kl"] == pytest.approx(hf["kl"], rel=1e-3)
+    texts = []
+    for model in (["--hf", str(folder)], own):
+        arguments = ["-p", "Once upon", "-n", "24", "--temp", "0", "--json"]
+        assert main(["generate", *model, *arguments, "--cache", hf["policy"]]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0].strip() == texts[1].strip()
+
+
 def test_eval_reads_a_text_on_a_kvedge_cache(folder, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(STORY * 4)
