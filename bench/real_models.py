@@ -2,6 +2,7 @@
 """What each format costs two real models on two texts: docs/formats.md has the table.
 
     python bench/real_models.py --models DIR --prose books_val.txt [--rows 'kivi4*' --again]
+    python bench/real_models.py --models DIR --prose books_val.txt --tune 4 4.75 5 6 8
 
 DIR holds the files that `make test-real` fetches. The second text is code: argparse.py of Python's
 own library (PSF licence). Rows that bench/real_models.json has are not measured again without
@@ -9,6 +10,9 @@ own library (PSF licence). Rows that bench/real_models.json has are not measured
 bench/real_models.md. With llama-cpp-python, which nothing else here needs, llama.cpp's cache types
 are measured on the same tokens, on a copy of the model's file with float32 weights, as kvedge's own
 runtime has them; against llama.cpp's float32 cache, which its attention reads as float16.
+
+With --tune, policies of `kvedge tune` for so many bits are found on the prose (--tokens, in one
+window) and measured on the code, beside the single format that was best on the prose.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from types import SimpleNamespace
 import numpy as np
 
 import kvedge
-from kvedge.evaluation import evaluate, parse_choices
+from kvedge.evaluation import CacheChoice, LlamaSubject, evaluate, parse_choices
+from kvedge.evaluation.tuning import learn
 from kvedge.llama import LlamaModel
 
 HERE = Path(__file__).resolve().parent
@@ -35,8 +40,10 @@ MODELS = {
     "Gemma 3 270M": "gemma-3-270m-q4_k_m.gguf",
 }
 WINDOW, CHUNK = 2048, 256
+TUNE_CHUNK = 128
 AT_ONCE = 4  # rows that are measured beside one float32 cache
 
+OWN = ("policy", "single")
 SCALES = "scale_dtype=float16"
 KEYS = f"key_scale=auto,{SCALES}"
 ROWS = {
@@ -53,6 +60,12 @@ ROWS = {
     "int8 keys, int4 values": f"int8:value_dtype=int4,{KEYS}",
     "kivi8 keys, kivi4 values, recent=96": "kivi8:value_dtype=kivi4,recent=96",
     "kivi4, recent=96, sinks=4": "kivi4:recent=96,sinks=4",
+    "kivi4 keys, rotated int4 values, recent=96, sinks=4": (
+        f"kivi4:value_dtype=int4,value_rotation=true,recent=96,sinks=4,{SCALES}"
+    ),
+    "kivi8 keys, rotated int4 values, recent=96, sinks=4": (
+        f"kivi8:value_dtype=int4,value_rotation=true,recent=96,sinks=4,{SCALES}"
+    ),
     "kivi4, recent=96": "kivi4:recent=96",
     "kivi4": "kivi4",
     "kivi4 keys, kivi2 values, recent=96": "kivi4:value_dtype=kivi2,recent=96",
@@ -61,7 +74,7 @@ ROWS = {
     "int4, key_scale=auto": f"int4:{KEYS}",
 }
 ROTATED = {"MultiHeadKvCache, 8 bits": 8, "MultiHeadKvCache, 4 bits": 4}
-LLAMA_CPP = ("q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl")
+LLAMA_CPP = ("f16", "q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl")
 
 
 class LlamaCppSubject:
@@ -100,7 +113,7 @@ class _LlamaCppReader:
         return self._length
 
 
-BITS = {"q8_0": 8.5, "q5_1": 6, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}
+BITS = {"f16": 16, "q8_0": 8.5, "q5_1": 6, "q4_1": 5, "q4_0": 4.5, "iq4_nl": 4.5}
 
 
 def with_float32_weights(path: Path) -> Path:
@@ -158,11 +171,19 @@ def measure(options: argparse.Namespace, saved: dict) -> None:
             continue
         path = Path(options.models) / file
         model = LlamaModel.from_file(path)
-        for text_name, text in texts.items():
-            tokens = np.array(model.tokenizer.encode(text[: 16 * options.tokens])[: options.tokens])
-            rows = saved["rows"].setdefault(model_name, {}).setdefault(text_name, {})
-            measure_kvedge(options, model, tokens, rows, saved)
-            measure_llama_cpp(options, path, tokens, rows, saved)
+        tokens = {
+            name: np.array(model.tokenizer.encode(text[: 16 * options.tokens])[: options.tokens])
+            for name, text in texts.items()
+        }
+        if options.tune:
+            tuned = measure_tuned(options, model, tokens["prose"], tokens["code"])
+            saved.setdefault("tuned", {})[model_name] = tuned
+            save(options, saved)
+            continue
+        for name, own in tokens.items():
+            rows = saved["rows"].setdefault(model_name, {}).setdefault(name, {})
+            measure_kvedge(options, model, own, rows, saved)
+            measure_llama_cpp(options, path, own, rows, saved)
 
 
 def wanted(options: argparse.Namespace, names, rows: dict) -> list[str]:
@@ -204,6 +225,40 @@ def measure_llama_cpp(options, path, tokens, rows, saved) -> None:
         save(options, saved)
 
 
+def measure_tuned(options, model, prose, code) -> list[dict]:
+    """Policies for each budget, found on one text and measured on the other, once for all."""
+    subject = LlamaSubject(model, options.threads)
+    window = len(prose)
+    learned = learn(subject, prose, window=window, chunk=TUNE_CHUNK, track=tell)
+    found = [learned.choose(bits=bits) for bits in options.tune]
+    policies = {}
+    for bits, each in zip(options.tune, found, strict=True):
+        policies[f"{bits:g}"] = each.policy
+        policies[each.uniform] = each.uniform_result.choice.cache_options["policy"]
+    choices = [CacheChoice(name, "kivi8", {"policy": policy}) for name, policy in policies.items()]
+    _, *results = evaluate(subject, code, choices, window=window, chunk=TUNE_CHUNK)
+    kl = {result.choice.name: result.kl.mean for result in results}
+    return [
+        {
+            "tokens": window,
+            "bits": bits,
+            "policy_bits": each.bits_per_value,
+            "policy_kl": [each.result.kl.mean, kl[f"{bits:g}"]],  # prose, code
+            "single": each.uniform,
+            "single_bits": each.uniform_bits,
+            "single_kl": [each.uniform_result.kl.mean, kl[each.uniform]],
+        }
+        for bits, each in zip(options.tune, found, strict=True)
+    ]
+
+
+def tell(items, text):
+    """The items, with a line for each on the way."""
+    for index, item in enumerate(items):
+        print(f"{text}: {index} of {len(items)}", flush=True)
+        yield item
+
+
 def save(options: argparse.Namespace, saved: dict) -> None:
     saved["window"], saved["chunk"] = WINDOW, CHUNK
     (HERE / "real_models.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
@@ -237,6 +292,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", nargs="+", help="these models alone")
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="these alone")
+    parser.add_argument("--tune", nargs="+", type=float, metavar="BITS", help="tune for these bits")
     parser.add_argument("--again", action="store_true", help="also rows that were measured")
     options = parser.parse_args()
     path = HERE / "real_models.json"
@@ -255,8 +311,28 @@ def page(saved: dict) -> str:
         "books_val.txt, code argparse.py. Written by `python bench/real_models.py` from "
         "[real_models.json](real_models.json), which also has standard errors, 99th percentiles, "
         "tokens changed where float32 was sure, and KL by position."
-        f"\n\n{tables(saved)}"
+        f"\n\n{tables(saved)}{tuned_table(saved)}"
     )
+
+
+def tuned_table(saved: dict) -> str:
+    """Policies of kvedge tune beside single formats, as Markdown; "" where there are none."""
+    if not saved.get("tuned"):
+        return ""
+    lines = [
+        "\n## Tuned\n\nPolicies that `kvedge tune` finds on the prose, and the single format for "
+        "all layers that was best there within the bits: KL on the prose, and on the code, which "
+        "was not seen.\n",
+        "| model, tokens | `--bits` | policy, bits | prose | code | single format | prose | code |",
+        "|:--|--:|--:|--:|--:|:--|--:|--:|",
+    ]
+    for model, rows in saved["tuned"].items():
+        for row in rows:
+            own, other = (" | ".join(f"{kl:.2e}" for kl in row[f"{one}_kl"]) for one in OWN)
+            single = f"{row['single']}, {row['single_bits']:.2f}"
+            head = f"{model}, {row['tokens']:,} | {row['bits']:g} | {row['policy_bits']:.2f}"
+            lines.append(f"| {head} | {own} | {single} | {other} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
