@@ -174,6 +174,11 @@ def learn(
     tokens, window = checked_text(subject, tokens, window, chunk)
     maker = _Maker(subject.layers(), window if context is None else context, recent, sinks)
     only_if(maker.least_bits)
+    if recent and window <= max(recent, chunk):
+        raise InvalidArgumentError(
+            f"window must be more than the {recent} last tokens that are read in float16, and than "
+            f"the {chunk} that enter at once, so that any are read in few bits: it is {window}"
+        )
 
     def measured(policies: Sequence[LayerPolicy], text: str) -> list[Result]:
         choices = [_choice(str(at), one) for at, one in enumerate(policies)]

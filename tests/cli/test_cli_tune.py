@@ -42,6 +42,16 @@ def test_what_was_measured_is_told(tmp_path, capsys):
     assert str(path) in told.err and path.exists()
 
 
+def test_where_a_single_format_is_as_good_it_is_the_policy_and_that_is_said(tmp_path, capsys):
+    path = tmp_path / "policy.json"
+    assert main(["tune", *FEW, "--bits", "32", "-o", str(path)]) == exits.OK
+    told = capsys.readouterr()
+    assert "no policy within the budget beats" in told.err and "in all layers" not in told.out
+    policy = LayerPolicy.load(path)
+    assert policy.facts["is_uniform"] and policy.facts["uniform_kl"] == policy.facts["kl"]
+    assert all(layer == policy.layers[0] for layer in policy.layers)
+
+
 def test_eval_takes_a_policy(policy, capsys):
     assert main(["eval", *FEW[:6], "--json", "--cache", str(policy), "kivi4"]) == exits.OK
     _, tuned, kivi4 = json.loads(capsys.readouterr().out)["formats"]

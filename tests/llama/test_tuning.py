@@ -113,9 +113,11 @@ def test_a_loss_that_is_allowed_is_kept(stories, tokens):
         ({"bits": 6.1, "max_kl": 5e-6, "recent": 0}, "max_kl: .* within the bits"),
         ({"bits": 7, "window": 9999}, "window must be"),
         ({"bits": 7, "chunk": 0}, "chunk must be"),
+        ({"bits": 7, "recent": 60}, "window must be more than the 60"),
+        ({"bits": 7, "chunk": 60}, "the 60 that enter at once"),
     ],
     ids=str,
 )
 def test_a_budget_that_cannot_be_kept_is_refused(budget, reason, stories, tokens):
     with pytest.raises(kvedge.InvalidArgumentError, match=reason):
-        tune(LlamaSubject(stories), tokens[:60], **budget)
+        tune(LlamaSubject(stories), tokens[:60], **{"recent": 8, **budget})

@@ -43,6 +43,7 @@ def test_layers_without_keys_are_left_as_they_are(name):
     assert all(layer == {"dtype": "float32"} for shape, layer in layers if shape is None)
 
 
+@pytest.mark.filterwarnings("ignore:.*the slow way")
 def test_a_model_whose_attention_is_not_kvedges_is_refused():
     model = tiny_model("llama", "eager")
     with pytest.raises(kvedge.InvalidArgumentError, match="attn_implementation"):
