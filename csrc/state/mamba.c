@@ -31,7 +31,8 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   const int dim = shape->head_dim, size = shape->state_size;
   kvedge_state_memory *m = h->memory;
   float keep[CHUNK], decay[CHUNK], dt[CHUNK], decays[CHUNK][CHUNK];
-  float one[CHUNK], since[CHUNK], sum = 0.0f; /* logarithms of the decay of a token, and from the state on */
+  /* Logarithms of the decay of a token, and from the state on. (Zeros, since GCC at -O3 sees no n of at least 1.) */
+  float one[CHUNK] = {0}, since[CHUNK] = {0}, sum = 0.0f;
   for (int i = 0; i < n; i++) {
     dt[i] = kvedge_state_number(&call->dt, first + i, h->head);
     one[i] = kvedge_log_decay(dt[i] * shape->a[h->head]);
