@@ -110,6 +110,8 @@ def test_the_code_of_the_manual_runs(tmp_path, monkeypatch):
     loader = mock.Mock(from_pretrained=lambda *args, **options: model)
     names = {"AutoModelForCausalLM": loader, "inputs": prompt(), "ids": ids, "next_ids": more}
     for number, block in enumerate(blocks):
+        if "accelerate(" in block and transformers.__version__ < "5":
+            continue  # the manual says there that it is for transformers 5
         exec(block, names)
         if not number:
             names["cache"] = names["KvedgeCache"](names["model"].config)
