@@ -30,7 +30,7 @@ TEXT = Path(argparse.__file__).read_text(encoding="utf-8")  # code that every Py
 
 # KL to a float32 cache at most: SmolLM2, Gemma 3
 LIMITS = {
-    "auto": (1e-3, 2e-3),
+    "auto": (2e-4, 2e-4),
     "kivi8": (2e-4, 2e-4),
     "float16": (1e-6, 1e-6),
     "bfloat16": (2e-4, 2e-4),
