@@ -25,6 +25,7 @@ class Caches:
         c = model.config
         self.num_layers, self.num_kv_heads, self.head_dim = c.num_layers, c.num_kv_heads, c.head_dim
         self.max_seq_len = c.max_seq_len
+        self.window = [c.window_of(layer) for layer in range(c.num_layers)]
         self.layers = [MultiHeadKvCache(c.num_kv_heads, config) for _ in range(c.num_layers)]
         self.config = config
 
