@@ -14,8 +14,7 @@ import torch
 from kvedge.errors import InvalidArgumentError
 from kvedge.eviction import Attended, Eviction
 from kvedge.layer import evicting
-from kvedge.layer.copies import copy_of
-from kvedge.layer.layer import layer_over, store_of
+from kvedge.layer.layer import store_of
 from kvedge.transformers.layers import KvedgeLayer
 from kvedge.transformers.options import StoreOptions
 
@@ -172,12 +171,9 @@ class KvedgeEvictingLayer(KvedgeLayer):
         KeyError, TypeError, ValueError
             That makes no sense.
         """
-        if len(evicted) != len(self.rows) or any(type(n) is not int or n < 0 for n in evicted):
-            raise ValueError(f"{evicted} are no numbers of evicted tokens of {len(self.rows)} rows")
-        self.rows = [
-            layer_over(type(row), copy_of(store_of(row), n)) if n else row
-            for row, n in zip(self.rows, evicted, strict=True)
-        ]
+        self.lose_before(evicted)
+        for row, gone in zip(self.rows, evicted, strict=True):
+            store_of(row).evicted_at = store_of(row).end() if gone else 0
         noted: list[dict[str, np.ndarray]] = [{} for _ in self.rows]
         for name, tensor in tensors.items():
             row, _, own = name.partition(".")

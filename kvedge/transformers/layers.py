@@ -18,9 +18,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvedge import append_batch, attend_batch
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import token_bytes
 from kvedge.errors import InvalidArgumentError, KvedgeError, LayoutError, ShapeMismatchError
-from kvedge.layer.layer import store_of
+from kvedge.layer.copies import copy_of
+from kvedge.layer.layer import layer_over, store_of
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
 
@@ -424,12 +426,33 @@ class KvedgeLayer(CacheLayerMixin):
         self.version += 1
         self._begun = None
         for row, gap in zip(self.rows, self.padding, strict=True):
-            row.truncate(max(held - gap, 0))
+            if held > gap or row.num_dropped:
+                row.truncate(max(held - gap, 0))
+            else:
+                row.clear()  # a text begins anew, and what its first tokens decide
         self.padding = [min(gap, held) for gap in self.padding]
 
     def forget_begun(self) -> None:
         """Let the rows stand as they are, also those that began with the last tokens."""
         self._begun = None
+
+    def lose_before(self, dropped: list[int]) -> None:
+        """Let rows that were read from a file have dropped so many tokens each.
+
+        What goes by positions, such as a key scale that the first tokens settle, is then as it was.
+
+        Raises
+        ------
+        TypeError, ValueError
+            That makes no sense.
+        """
+        if len(dropped) != len(self.rows) or any(type(n) is not int or n < 0 for n in dropped):
+            raise ValueError(f"{dropped} are no numbers of dropped tokens of {len(self.rows)} rows")
+        for i, (row, gone) in enumerate(zip(self.rows, dropped, strict=True)):
+            if gone != row.num_dropped:
+                if store_of(row).config.in_runs and (gone - row.num_dropped) % RUN:
+                    raise ValueError(f"{gone} dropped tokens are none of row {i}, which is of runs")
+                self.rows[i] = layer_over(type(row), copy_of(store_of(row), gone))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i be a copy of what row ``beam_idx[i]`` is."""
