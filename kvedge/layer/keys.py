@@ -19,7 +19,17 @@ from kvedge.core.key_map import (
 from kvedge.core.memory import Held
 from kvedge.layer.store import LayerStore, PartsState, SavedRows, scratch_store
 
-__all__ = ["Mark", "decide", "encode_anew", "gone_back", "mark", "return_to", "rule_of", "settle", "store_as"]
+__all__ = [
+    "Mark",
+    "decide",
+    "encode_anew",
+    "gone_back",
+    "mark",
+    "return_to",
+    "rule_of",
+    "settle",
+    "store_as",
+]
 
 Mark: TypeAlias = "tuple[object, KeyRule, PartsState | None, SavedRows | None]"
 
