@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
@@ -291,6 +292,16 @@ class KvedgeCache(Cache):
             layer.is_croppable or (states.has_state(layer) and self._drafts.knows(index))
             for index, layer in enumerate(self.layers)
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A branch: it shares rows and states of each layer until one of both changes them."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        for layer in filter(states.has_state, self.layers):
+            states.share(layer, memo)
+        for name, value in vars(self).items():
+            setattr(other, name, copy.deepcopy(value, memo))
+        return other
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Rearrange the sequences; checkpoints go."""

@@ -106,9 +106,11 @@ class KvedgeEvictingLayer(KvedgeLayer):
 
     def evict(self, tokens: int, more: int) -> bool:
         """Let rows hold `tokens` at most before `more` come; whether any token went."""
-        evicted = False
+        evicted, one = False, self._eviction
+        if any(one.is_due(len(row), more, tokens) for row in self.rows):
+            self.own_rows()
         for row, attended in zip(self.rows, self.attended, strict=True):
-            store, one = store_of(row), self._eviction
+            store = store_of(row)
             if not one.is_due(len(row), more, tokens):
                 continue
             one.check(store.config, tokens)
@@ -142,6 +144,7 @@ class KvedgeEvictingLayer(KvedgeLayer):
         why = self.why_not_back(held)
         if why is not None:
             raise InvalidArgumentError(f"{why}. reset() the cache and compute the prompt anew")
+        self.own_rows()
         self.version += 1
         self.forget_begun()
         for row, gap, attended in zip(self.rows, self.padding, self.attended, strict=True):

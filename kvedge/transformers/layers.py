@@ -12,6 +12,8 @@ to; the layer counts what is left out.
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,8 @@ from kvedge.layer.copies import copy_of
 from kvedge.layer.layer import layer_over, store_of
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
+
+_owning = threading.Lock()  # held while a layer looks whether others have its rows, and copies them
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 
@@ -80,6 +84,7 @@ class KvedgeLayer(CacheLayerMixin):
         self._index = index  # in the model
         self.version = 0  # raised by whatever changes the rows
         self.rows: list[Any] = []  # kvedge layers, one for each sequence
+        self._holders: weakref.WeakSet[Any] | None = None  # layers whose rows these are; None: own
         self.padding: list[int] = []  # of each row: tokens before its first one, which are not held
         self._begun: Begun | None = None  # the tokens that came last, where rows began with them
         self.dtype: torch.dtype | None = None
@@ -95,7 +100,8 @@ class KvedgeLayer(CacheLayerMixin):
         self._check_states(key_states, value_states)
         batch, heads, _, head_dim = key_states.shape
         self.dtype = key_states.dtype
-        self.rows = [self._new_row(heads, head_dim, value_states.shape[3]) for _ in range(batch)]
+        width = value_states.shape[3]
+        self.put_rows([self._new_row(heads, head_dim, width) for _ in range(batch)])
         self.padding = [0] * batch
         self.is_initialized = True
 
@@ -131,6 +137,7 @@ class KvedgeLayer(CacheLayerMixin):
                     "or make another"
                 )
             self.lazy_initialization(key_states, value_states)
+        self.own_rows()
         self._make_room(tokens)
         held = list(map(len, self.rows))
         _append(self.rows, key_states, value_states)
@@ -405,7 +412,8 @@ class KvedgeLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Drop all tokens; the next may be of another batch."""
         self.version += 1
-        self.rows, self.padding, self._begun = [], [], None
+        self.put_rows([])
+        self.padding, self._begun = [], None
         self.is_initialized = False
 
     def crop(self, length: int) -> None:
@@ -423,6 +431,7 @@ class KvedgeLayer(CacheLayerMixin):
 
     def _truncate(self, held: int) -> None:
         """Hold the first tokens only, padding included."""
+        self.own_rows()
         self.version += 1
         self._begun = None
         for row, gap in zip(self.rows, self.padding, strict=True):
@@ -489,13 +498,35 @@ class KvedgeLayer(CacheLayerMixin):
         """Do nothing: rows are in the CPU's memory."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvedgeLayer:
-        """Copy the rows; options are shared."""
+        """A branch: options are shared, and rows until one of both changes its own."""
         other = copy.copy(self)
         memo[id(self)] = other
         for name, value in vars(self).items():
-            if name not in self._not_copied:
+            if name not in (*self._not_copied, "rows", "_holders"):
                 setattr(other, name, copy.deepcopy(value, memo))
+        other.rows = [*self.rows]
+        with _owning:
+            if self._holders is None:
+                self._holders = weakref.WeakSet([self])
+            self._holders.add(other)
+            other._holders = self._holders
         return other
+
+    def own_rows(self) -> None:
+        """Have rows that no branch reads: they are about to change."""
+        if self._holders is not None:
+            with _owning:
+                self._holders.discard(self)
+                if self._holders:
+                    self.rows = [row.copy() for row in self.rows]
+                self._holders = None
+
+    def put_rows(self, rows: list[Any]) -> None:
+        """Have other rows, which nobody else has."""
+        self.rows, self._holders = rows, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_holders": None}
 
 
 class Begun(NamedTuple):
@@ -594,6 +625,7 @@ class KvedgeSlidingLayer(KvedgeLayer):
         """Keep the tokens that the next query may read, no others."""
         extra = self.num_held - (self.sliding_window - 1)
         if extra > 0:
+            self.own_rows()
             self.version += 1
             self._begun = None
             for row, gap in zip(self.rows, self.padding, strict=True):

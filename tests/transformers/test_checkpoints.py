@@ -185,3 +185,57 @@ def test_a_late_checkpoint_takes_the_place_of_later_ones():
     assert kept.is_due(50, 1)  # a prompt has ended
     assert not kept.is_due(51, 1)
     assert kept.is_due(60, 5)  # a turn has ended
+
+
+def bytes_of(caches):
+    """Bytes of all rows and states of caches, those that several of them have counted once."""
+    held = {}
+    for cache in caches:
+        for layer in cache.layers:
+            for row in getattr(layer, "rows", ()):
+                held[id(row)] = row.memory_bytes
+            for name in ("conv_states", "recurrent_states"):
+                for state in getattr(layer, name, {}).values():
+                    for tensor in state if isinstance(state, tuple) else [state]:
+                        if tensor is not None:
+                            held[tensor.data_ptr()] = tensor.nbytes
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "int8", "state_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_branches_share_what_none_of_them_has_changed(name, options, tmp_path):
+    model = model_of(name)
+    if name in ("gemma2", "Lfm2"):  # which have no recurrent states
+        options = {key: value for key, value in options.items() if key != "state_dtype"}
+    ids, more = prompt(2, 90)["input_ids"], prompt(2, 4, seed=1)["input_ids"]
+    cache = KvedgeCache(model.config, checkpoints=0, **options)
+    step(model, cache, ids)
+    one = bytes_of([cache])
+    branches = [copy.deepcopy(cache) for _ in range(5)]
+    further = copy.deepcopy(branches[0])
+    everything = [cache, *branches, further]
+    assert bytes_of(everything) == one
+    for branch in branches:  # reading takes nothing
+        branch.checkpoint()
+        branch.save(tmp_path, ids)
+    assert bytes_of(everything) == one
+    wanted = step(model, KvedgeCache.load(tmp_path, model), more)
+    assert torch.equal(step(model, branches[1], more), wanted)
+    assert one < bytes_of(everything) <= 2.2 * one
+    step(model, branches[2], more)
+    branches[2].crop(-4)
+    branches[3].reorder_cache(torch.tensor([1, 0]))
+    branches[4].reset()
+    for _ in range(2):
+        step(model, cache, more)
+    del branches[2:]
+    for branch in (branches[0], further):
+        assert torch.equal(step(model, branch, more), wanted)
+    assert bytes_of([cache, *branches, further]) <= 4 * one + 2**16  # each has gone on
+    last = copy.deepcopy(further)
+    mine = [id(row) for layer in last.layers for row in getattr(layer, "rows", ())]
+    del further, branch, everything
+    step(model, last, more)
+    held = [id(row) for layer in last.layers for row in getattr(layer, "rows", ())]
+    assert mine == held or name == "gemma2"  # nobody else had them: nothing was copied
