@@ -4,7 +4,7 @@
 #include "attention/tile.h"
 
 void kvedge_to_logits(const kvedge_attention *a, const kvedge_queries *q, size_t index, int num_tokens, float *row) {
-  a->kernels->logits.to_logits(row, num_tokens, q->logit_factor[index], q->logit_bias[index], a->options.softcap);
+  a->kernels->logits->to_logits(row, num_tokens, q->logit_factor[index], q->logit_bias[index], a->options.softcap);
 }
 
 /* The mask and the bias of a query row, and room to gather them where their elements lie apart. */
@@ -35,7 +35,7 @@ static void find_hiding(const kvedge_attention *a, int64_t row, int head, int64_
     const uint16_t *bias = o->half_bias + at;
     uint16_t halves[KVEDGE_TILE];
     for (int t = 0; stride != 1 && t < num_tokens; t++) halves[t] = bias[t * stride];
-    a->kernels->logits.widen_bias(stride == 1 ? bias : halves, num_tokens, factor, h->bias_room);
+    a->kernels->logits->widen_bias(stride == 1 ? bias : halves, num_tokens, factor, h->bias_room);
     h->bias = h->bias_room;
     return;
   }
@@ -49,13 +49,13 @@ void kvedge_clear_hidden(const kvedge_attention *a, int64_t row, int head, int64
                          float *values) {
   hiding h;
   find_hiding(a, row, head, token, num_tokens, &h);
-  a->kernels->logits.hide(values, num_tokens, h.mask, h.bias, 0.0f);
+  a->kernels->logits->hide(values, num_tokens, h.mask, h.bias, 0.0f);
 }
 
 void kvedge_apply_options(const kvedge_attention *a, int64_t row, int head, int64_t token, int num_tokens,
                           float *logits) {
   const kvedge_attention_options *o = &a->options;
-  const kvedge_logit_kernels *kernels = &a->kernels->logits;
+  const kvedge_logit_kernels *kernels = a->kernels->logits;
   if (o->alibi_slopes)
     kernels->add_slope(logits, num_tokens, o->alibi_slopes[head], (float)(token - (a->first_position + row)));
   if (kvedge_has_mask(o)) {

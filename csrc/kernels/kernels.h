@@ -209,6 +209,41 @@ typedef struct {
   void (*hide)(float *row, int n, const uint8_t *mask, const float *bias, float instead);
 } kvedge_logit_kernels;
 
+/* A token of the delta rule in one head. With k the rows of the state, for each column:
+ *   update = beta (value - sum_k read_key[k] state[k]);   out = sum_k read_query[k] state[k] + product * update;
+ *   state[k] = decay[k] state[k] + key[k] update */
+typedef struct {
+  float *state;     /* (key_dim, value_dim), rows `stride` apart */
+  ptrdiff_t stride; /* floats */
+  int key_dim, value_dim;
+  const float *read_key, *read_query, *decay, *key; /* (key_dim) */
+  float product, beta;
+  const float *value; /* (value_dim) */
+  float *out;         /* (value_dim) */
+} kvedge_delta_token;
+
+/* What csrc/state/ needs besides the cells of float32. */
+typedef struct {
+  /* out[i] = exp(x[i]) for x[i] <= 0, n of them, relative error below 1e-6; below -87 that of -87. */
+  void (*decays)(const float *x, int n, float *out);
+
+  /* n bfloat16 to float32, and back: to nearest, ties to even, to the largest finite number instead of an infinity. */
+  void (*widen_bfloats)(const uint16_t *from, int n, float *to);
+  void (*narrow_bfloats)(const float *from, int n, uint16_t *to);
+
+  /* out[t][c] = act(bias[c] + sum_w weights[w * KVEDGE_TILE + c] * rows[t + w][c]) for n channels, n up to KVEDGE_TILE; bias
+   * may be NULL; act(x) = x / (1 + exp(-x)) where `silu` is not 0. */
+  void (*convolve)(const float *const *rows, const float *weights, const float *bias, int width, int num_tokens, int n,
+                   int silu, float *const *out);
+
+  void (*delta_token)(const kvedge_delta_token *token);
+
+  /* A token of Mamba-2 in one head: state[p] = keep * state[p] + x[p] * b; out[p] = the product of state[p] and c; for
+   * num_rows rows of `size` floats. */
+  void (*mamba_token)(float *state, int num_rows, int size, float keep, const float *x, const float *b, const float *c,
+                      float *out);
+} kvedge_state_kernels;
+
 typedef struct kvedge_kernels {
   const char *name; /* as in KVEDGE_ISA */
   kvedge_tuning tuning;
@@ -246,7 +281,7 @@ typedef struct kvedge_kernels {
    * (num_queries, KVEDGE_TILE) and factors are not negative. */
   uint32_t (*heavy_blocks)(const float *p, int num_queries, int num_blocks, const float *factor);
 
-  kvedge_logit_kernels logits;
+  const kvedge_logit_kernels *logits;
 
   /* to = to * keep + from * add, n elements that do not overlap. */
   void (*merge_row)(float *to, float keep, const float *from, float add, int n);
@@ -255,17 +290,7 @@ typedef struct kvedge_kernels {
    * nearest float that is neither infinite nor denormal. */
   void (*scale_row)(const float *row, int n, float factor, float power, float *out);
 
-  /* out[i] = exp(x[i]) for x[i] <= 0, n of them, relative error below 1e-6; below -87 that of -87. */
-  void (*decays)(const float *x, int n, float *out);
-
-  /* n bfloat16 to float32, and back: to nearest, ties to even, to the largest finite number instead of an infinity. */
-  void (*widen_bfloats)(const uint16_t *from, int n, float *to);
-  void (*narrow_bfloats)(const float *from, int n, uint16_t *to);
-
-  /* out[c] = act(bias[c] + sum_w weights[w * KVEDGE_TILE + c] * rows[w][c]) for n channels, n up to KVEDGE_TILE; bias may be
-   * NULL; act(x) = x / (1 + exp(-x)) where `silu` is not 0. */
-  void (*convolve)(const float *const *rows, const float *weights, const float *bias, int width, int n, int silu,
-                   float *out);
+  const kvedge_state_kernels *states;
 
   /* Reads n bytes (a multiple of 512, 64-byte aligned) with the widest loads: the yardstick of
    * `kvedge info` and of the benchmarks. The result only keeps the loads alive. */

@@ -227,63 +227,6 @@ static inline void dequantize_portable(const int8_t *codes, size_t n, float scal
   for (size_t i = 0; i < n; i++) out[i] = (float)codes[i] * scale;
 }
 
-/* exp(-|x|); beyond 87, where it would cease to be a normal float, that of 87. By bits, as kvedge_bounded() is: without a
- * branch, which no compiler makes vector code of. */
-static inline float exp_of_negative(float x) {
-  enum { LARGEST = 0x42ae0000 }; /* 87 */
-  const int32_t magnitude = (int32_t)(kvedge_bits_of_float(x) & 0x7fffffffu);
-  return exp2_within(-1.44269504f * kvedge_float_of_bits((uint32_t)(magnitude > LARGEST ? LARGEST : magnitude)));
-}
-
-static inline void decays_portable(const float *restrict x, int n, float *restrict out) {
-  for (int i = 0; i < n; i++) out[i] = exp_of_negative(x[i]);
-}
-
-/* x / (1 + exp(-x)), by exp(-|x|), which cannot overflow. */
-static inline float silu_of(float x) {
-  const float power = exp_of_negative(x);
-  const uint32_t one = kvedge_bits_of_float(1.0f), negative = 0u - (kvedge_bits_of_float(x) >> 31);
-  const uint32_t above = one ^ ((one ^ kvedge_bits_of_float(power)) & negative); /* power where x is negative */
-  return x * kvedge_float_of_bits(above) / (1.0f + power);
-}
-
-/* (Of arrays as sums GCC makes scalar code.) */
-typedef float eight_floats __attribute__((vector_size(32), aligned(4), may_alias));
-
-static inline void convolve_portable(const float *const *rows, const float *weights, const float *bias, int width,
-                                     int n, int silu, float *out) {
-  int c = 0;
-  for (; c + 16 <= n; c += 16) {
-    eight_floats sum[2] = {{0}};
-    if (bias) memcpy(sum, bias + c, sizeof sum);
-    for (int w = 0; w < width; w++)
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; j++)
-        sum[j] += *(const eight_floats *)(weights + w * KVEDGE_TILE + c + 8 * j) *
-                  *(const eight_floats *)(rows[w] + c + 8 * j);
-    memcpy(out + c, sum, sizeof sum);
-  }
-  for (; c < n; c++) {
-    out[c] = bias ? bias[c] : 0.0f;
-    for (int w = 0; w < width; w++) out[c] += weights[w * KVEDGE_TILE + c] * rows[w][c];
-  }
-  if (silu)
-    for (int i = 0; i < n; i++) out[i] = silu_of(out[i]);
-}
-
-static inline void widen_bfloats_portable(const uint16_t *restrict from, int n, float *restrict to) {
-  for (int i = 0; i < n; i++) to[i] = kvedge_float_of_bfloat(from[i]);
-}
-
-static inline void narrow_bfloats_portable(const float *restrict from, int n, uint16_t *restrict to) {
-  enum { LARGEST = 0x7f7f0000 };
-  for (int i = 0; i < n; i++) {
-    const int32_t bits = (int32_t)kvedge_bits_of_float(from[i]), magnitude = bits & 0x7fffffff;
-    const int32_t kept = magnitude > LARGEST ? LARGEST : magnitude;
-    to[i] = kvedge_bfloat_of_float(kvedge_float_of_bits((uint32_t)((bits ^ magnitude) | kept)));
-  }
-}
-
 static inline uint64_t read_bytes_portable(const void *p, size_t n) {
   const uint64_t *eights = p; /* (n / 8) */
   uint64_t lane[8] = {0};

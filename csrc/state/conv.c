@@ -5,10 +5,12 @@
 #include "store/layer.h"
 #include "system/dispatch.h"
 #include "system/float_mode.h"
+#include "system/target.h"
 
 enum {
   MOST_WIDTH = 16,
   BLOCK = 256, /* channels of a task: what its rows take stays in the first-level cache */
+  TOKENS = 8,  /* that are worked on together */
 };
 
 typedef struct {
@@ -41,47 +43,55 @@ static const float *row_of(const kvedge_array *x, int64_t token, int first, int 
   return kvedge_array_row(&from, token, 0, n, room);
 }
 
-/* One token of channels first..: the state's rows are passed over once. */
+/* sums[c] = the convolution of one token, and the state goes one input on, for n channels. (Constants where this is inlined:
+ * the usual widths.) */
+KVEDGE_INLINE void move_on(float *state, const float *weight, const float *bias, const float *x, const int width,
+                           const int kept, int n, float *sums) {
+  for (int c = 0; c < n; c++, state += kept, weight += width) {
+    const float *last = state + kept - (width - 1);
+    float sum = bias ? bias[c] : 0.0f;
+    for (int w = 0; w + 1 < width; w++) sum += weight[w] * last[w];
+    for (int j = 0; j + 1 < kept; j++) state[j] = state[j + 1];
+    state[kept - 1] = x[c];
+    sums[c] = sum + weight[width - 1] * x[c];
+  }
+}
+
+/* One token of channels first..: their inputs and weights are passed over as they lie. */
 static void run_token(const conv_work *work, const kvedge_conv_call *call, int first, int n,
                       kvedge_state_memory *memory) {
   const kvedge_conv_shape *shape = work->shape;
-  const int width = shape->width, kept = shape->state_len, skipped = kept - (width - 1);
-  const kvedge_element_type type = call->state_type;
-  const float *x = row_of(&call->x, 0, first, n, memory->rows[0]), *rows[1] = {memory->sums[0]};
-  float *ones = memory->weights[0], *sums = memory->sums[0], *out = memory->values[0];
-  for (int c = 0; c < n; c++) {
-    const float *weight = shape->weight + (ptrdiff_t)(first + c) * width;
-    const ptrdiff_t at = (ptrdiff_t)(first + c) * kept;
-    float sum = shape->bias ? shape->bias[first + c] : 0.0f;
-    if (type == KVEDGE_TYPE_FLOAT32) {
-      float *state = (float *)call->state + at;
-      for (int w = 0; w + 1 < width; w++) sum += weight[w] * state[skipped + w];
-      for (int j = 0; j + 1 < kept; j++) state[j] = state[j + 1];
-      state[kept - 1] = x[c];
-    } else {
-      for (int w = 0; w + 1 < width; w++) sum += weight[w] * element(call->state, type, at + skipped + w);
-      memmove((uint16_t *)call->state + at, (uint16_t *)call->state + at + 1, (size_t)(kept - 1) * sizeof(uint16_t));
-      set_element(call->state, type, at + kept - 1, x[c]);
-    }
-    sums[c] = sum + weight[width - 1] * x[c], ones[c] = 1.0f;
-  }
+  const kvedge_state_kernels *kernels = work->kernels->states;
+  const int width = shape->width, kept = shape->state_len;
+  const float *x = row_of(&call->x, 0, first, n, memory->rows[0]), *sums = memory->sums[0],
+              *weight = shape->weight + (ptrdiff_t)first * width, *bias = shape->bias ? shape->bias + first : NULL;
+  float *state = (float *)call->state + (ptrdiff_t)first * kept, *out = memory->values[0];
+  uint16_t *narrow = (uint16_t *)call->state + (ptrdiff_t)first * kept;
+  const int is_narrow = call->state_type != KVEDGE_TYPE_FLOAT32;
+  if (is_narrow) kernels->widen_bfloats(narrow, n * kept, memory->state), state = memory->state;
+  if (width == 4 && kept == 4) move_on(state, weight, bias, x, 4, 4, n, memory->sums[0]);
+  else if (width == 3 && kept == 3) move_on(state, weight, bias, x, 3, 3, n, memory->sums[0]);
+  else move_on(state, weight, bias, x, width, kept, n, memory->sums[0]);
+  if (is_narrow) kernels->narrow_bfloats(state, n * kept, narrow);
+  for (int c = 0; c < n; c++) memory->weights[0][c] = 1.0f;
+  kernels->convolve(&sums, memory->weights[0], NULL, 1, 1, n, shape->silu, &out);
   const kvedge_array to = from_channel(&call->out, first);
-  work->kernels->convolve(rows, ones, NULL, 1, n, shape->silu, out);
   kvedge_state_put_row(out, n, &to, 0, 0);
 }
 
-static void run_block(const void *context, int task, int next, kvedge_state_memory *memory) {
+static void run_block(const void *context, int task, kvedge_state_memory *memory) {
   const conv_work *work = context;
   const kvedge_conv_shape *shape = work->shape;
   const kvedge_conv_call *call = &work->calls[task / work->num_blocks];
   const int first = task % work->num_blocks * BLOCK, left = shape->num_channels - first,
             n = left < BLOCK ? left : BLOCK, width = shape->width, kept = shape->state_len;
   const kvedge_element_type type = call->state_type;
+  const kvedge_array to = from_channel(&call->out, first);
   const ptrdiff_t state = (ptrdiff_t)first * kept; /* where it begins, in elements */
-  kvedge_state_row *weights = memory->weights, *before = memory->rows, *rooms = memory->sums;
-  const float *rows[MOST_WIDTH];
-  (void)next;
-  if (call->num_tokens == 1) {
+  kvedge_state_row *weights = memory->weights, *rooms = memory->rows, *made = memory->values;
+  const float *rows[MOST_WIDTH - 1 + TOKENS];
+  float *out[TOKENS];
+  if (call->num_tokens == 1 && kept <= MOST_WIDTH) {
     run_token(work, call, first, n, memory);
     return;
   }
@@ -89,16 +99,23 @@ static void run_block(const void *context, int task, int next, kvedge_state_memo
     for (int c = 0; c < n; c++) weights[w][c] = shape->weight[(ptrdiff_t)(first + c) * width + w];
   for (int w = 0; w < width - 1; w++) {
     for (int c = 0; c < n; c++)
-      before[w][c] = element(call->state, type, state + (ptrdiff_t)c * kept + kept - (width - 1) + w);
-    rows[w] = before[w];
+      rooms[w][c] = element(call->state, type, state + (ptrdiff_t)c * kept + kept - (width - 1) + w);
+    rows[w] = rooms[w];
   }
-  for (int64_t t = 0; t < call->num_tokens; t++) {
-    float out[BLOCK];
-    rows[width - 1] = row_of(&call->x, t, first, n, rooms[t % width]);
-    work->kernels->convolve(rows, weights[0], shape->bias ? shape->bias + first : NULL, width, n, shape->silu, out);
-    const kvedge_array to = from_channel(&call->out, first);
-    kvedge_state_put_row(out, n, &to, t, 0);
-    for (int w = 0; w + 1 < width; w++) rows[w] = rows[w + 1];
+  for (int64_t t = 0; t < call->num_tokens; t += TOKENS) {
+    const int count = call->num_tokens - t < TOKENS ? (int)(call->num_tokens - t) : TOKENS;
+    for (int i = 0; i < count; i++) {
+      rows[width - 1 + i] = row_of(&call->x, t + i, first, n, rooms[width - 1 + i]);
+      out[i] = to.type == KVEDGE_TYPE_FLOAT32 ? (float *)kvedge_array_at(&to, t + i, 0) : made[i];
+    }
+    work->kernels->states->convolve(rows, weights[0], shape->bias ? shape->bias + first : NULL, width, count, n,
+                                    shape->silu, out);
+    for (int i = 0; i < count; i++)
+      if (out[i] == made[i]) kvedge_state_put_row(out[i], n, &to, t + i, 0);
+    for (int w = 0; w < width - 1; w++) {
+      if (call->x.type != KVEDGE_TYPE_FLOAT32) memcpy(rooms[w], rows[count + w], (size_t)n * sizeof *rows[0]);
+      rows[w] = call->x.type == KVEDGE_TYPE_FLOAT32 ? rows[count + w] : rooms[w];
+    }
   }
   /* The last inputs are those of x, behind them what the state had. */
   const int64_t moved = call->num_tokens < kept ? call->num_tokens : kept;

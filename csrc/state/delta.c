@@ -24,22 +24,22 @@ typedef struct {
   float *state; /* (key_dim, stride) in blocks of `columns` columns, each (key_dim, stride) */
   ptrdiff_t stride;
   int columns;
-  const float *next; /* the state that this thread needs after this one, or NULL */
 } delta_head;
 
 typedef float four_floats __attribute__((vector_size(16), aligned(4), may_alias));
 
+/* Of rows behind which zeros stand. */
+static float product_of(const float *a, const float *b, int dim) {
+  four_floats sum[2] = {{0}};
+  for (int d = 0; d < dim; d += 8)
+    for (int j = 0; j < 2; j++) sum[j] += *(const four_floats *)(a + d + 4 * j) * *(const four_floats *)(b + d + 4 * j);
+  sum[0] += sum[1];
+  return sum[0][0] + sum[0][1] + (sum[0][2] + sum[0][3]);
+}
+
 /* The row times `scale`, and over its length where rows are normalized; zeros stand behind it. */
 static void scale_row(float *row, int dim, int normalize, float scale) {
-  if (normalize) {
-    four_floats squares[2] = {{0}};
-    for (int d = 0; d < dim; d += 8) {
-      const four_floats a = *(const four_floats *)(row + d), b = *(const four_floats *)(row + d + 4);
-      squares[0] += a * a, squares[1] += b * b;
-    }
-    const four_floats sum = squares[0] + squares[1];
-    scale /= sqrtf(sum[0] + sum[1] + (sum[2] + sum[3]) + 1e-6f);
-  }
+  if (normalize) scale /= sqrtf(product_of(row, row, dim) + 1e-6f);
   for (int d = 0; d < dim; d++) row[d] *= scale;
 }
 
@@ -67,9 +67,9 @@ static void decay_rows(const delta_head *h, int64_t first, int n, float *keep) {
     gate[i] = kvedge_log_decay(kvedge_state_number(&h->call->gate, first + i, h->head));
     since[i] = sum += gate[i];
   }
-  h->work->kernels->decays(since, n, keep);
+  h->work->kernels->states->decays(since, n, keep);
   float decay[CHUNK];
-  h->work->kernels->decays(gate, n, decay);
+  h->work->kernels->states->decays(gate, n, decay);
   kvedge_state_decays(decay, n, decays);
   kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[0], KVEDGE_TILE, 2 * n, m->more[0], KVEDGE_TILE, n, dim,
                         m->weights);
@@ -92,8 +92,8 @@ static void decay_channels(const delta_head *h, int64_t first, int n) {
     const float *gates = kvedge_array_row(&h->call->gate, first + i, h->head, dim, gate);
     float products[2][KVEDGE_TILE];
     for (int d = 0; d < dim; d++) since[d] += kvedge_log_decay(gates[d]);
-    h->work->kernels->decays(gates, dim, one);
-    h->work->kernels->decays(since, dim, m->decay);
+    h->work->kernels->states->decays(gates, dim, one);
+    h->work->kernels->states->decays(since, dim, m->decay);
     for (int j = 0; j < i; j++)
       for (int d = 0; d < dim; d++) m->more[j][d] *= one[d];
     kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[i], n * KVEDGE_TILE, 2, m->more[0], KVEDGE_TILE, i + 1,
@@ -131,15 +131,15 @@ static void run_columns(const delta_head *h, int64_t first, int n, int column, c
   for (int i = 0; i < 2 * n; i++) memset(m->sums[i], 0, (size_t)columns * sizeof(float));
   for (int i = 0; i < n; i++) memset(m->updates[i], 0, (size_t)columns * sizeof(float));
   kvedge_state_add_rows(kernels, m->scratch, m->rows[0], 2 * n, state, h->stride, shape->key_dim, columns,
-                        kvedge_state_ones, m->sums[0], KVEDGE_TILE, h->next);
+                        kvedge_state_ones, m->sums[0], KVEDGE_TILE);
   for (int i = 0; i < n; i++) {
     const float *value = kvedge_array_row(&h->call->value, first + i, h->head, shape->value_dim, room) + column;
     for (int c = 0; c < columns; c++) m->values[i][c] = beta[i] * (value[c] - keep[i] * m->sums[i][c]);
   }
   kvedge_state_add_rows(kernels, m->scratch, m->solve[0], n, m->values[0], KVEDGE_TILE, n, columns, kvedge_state_ones,
-                        m->updates[0], KVEDGE_TILE, NULL);
+                        m->updates[0], KVEDGE_TILE);
   kvedge_state_add_rows(kernels, m->scratch, m->weights[n], n, m->updates[0], KVEDGE_TILE, n, columns, keep, m->sums[n],
-                        KVEDGE_TILE, NULL);
+                        KVEDGE_TILE);
   for (int i = 0; i < n; i++) {
     kvedge_array out = h->call->out;
     out.data = (char *)out.data + column * kvedge_element_bytes(out.type);
@@ -149,7 +149,7 @@ static void run_columns(const delta_head *h, int64_t first, int n, int column, c
     const int rows = shape->key_dim - k < KVEDGE_QUERY_ROWS ? shape->key_dim - k : KVEDGE_QUERY_ROWS;
     float *weights = &m->to_state[0][k / KVEDGE_QUERY_ROWS * CHUNK];
     kvedge_state_add_rows(kernels, m->scratch, weights, rows, m->updates[0], KVEDGE_TILE, n, columns, m->decay + k,
-                          state + k * h->stride, h->stride, NULL);
+                          state + k * h->stride, h->stride);
   }
 }
 
@@ -171,18 +171,45 @@ static void run_chunk(const delta_head *h, int64_t first, int n) {
     run_columns(h, first, n, c, keep, beta, h->state + (ptrdiff_t)block * shape->key_dim * h->stride);
 }
 
+/* A token alone: its kernel passes over the state once, and takes the second time what is in the first-level cache. */
+static void run_token(const delta_head *h) {
+  const kvedge_delta_shape *shape = h->work->shape;
+  const int dim = shape->key_dim;
+  kvedge_state_memory *m = h->memory;
+  float room[DIM], *key = m->rows[0], *query = m->rows[1], *decay = m->decay;
+  take_rows(h, 0, 1);
+  const float *gates = kvedge_array_row(&h->call->gate, 0, h->head, shape->gate_dim, room);
+  h->work->kernels->states->decays(gates, shape->gate_dim, decay);
+  for (int d = shape->gate_dim; d < dim; d++) decay[d] = decay[0];
+  kvedge_delta_token token = {.state = h->state,
+                              .stride = h->stride,
+                              .key_dim = dim,
+                              .value_dim = shape->value_dim,
+                              .read_key = key,
+                              .read_query = query,
+                              .decay = decay,
+                              .key = m->more[0],
+                              .beta = kvedge_state_number(&h->call->beta, 0, h->head),
+                              .value = kvedge_array_row(&h->call->value, 0, h->head, shape->value_dim, m->values[0]),
+                              .out = m->sums[0]};
+  token.product = product_of(key, query, dim);
+  for (int d = 0; d < dim; d++) key[d] *= decay[d], query[d] *= decay[d];
+  h->work->kernels->states->delta_token(&token);
+  kvedge_state_put_row(m->sums[0], shape->value_dim, &h->call->out, 0, h->head);
+}
+
 /* The state of a head as float32 in blocks of columns, and back. */
 static void unpack_state(const delta_head *h, const char *state, kvedge_element_type type) {
   const int key_dim = h->work->shape->key_dim, value_dim = h->work->shape->value_dim;
   float room[DIM];
   if (h->columns == value_dim && type != KVEDGE_TYPE_FLOAT32) {
-    h->work->kernels->widen_bfloats((const uint16_t *)state, key_dim * value_dim, h->state);
+    h->work->kernels->states->widen_bfloats((const uint16_t *)state, key_dim * value_dim, h->state);
     return;
   }
   for (int k = 0; k < key_dim; k++, state += value_dim * kvedge_element_bytes(type)) {
     const float *row = (const float *)state;
     if (type != KVEDGE_TYPE_FLOAT32)
-      h->work->kernels->widen_bfloats((const uint16_t *)state, value_dim, room), row = room;
+      h->work->kernels->states->widen_bfloats((const uint16_t *)state, value_dim, room), row = room;
     for (int c = 0; c < value_dim; c += h->columns) {
       const int n = value_dim - c < h->columns ? value_dim - c : h->columns;
       memcpy(h->state + (ptrdiff_t)c * key_dim + k * h->stride, row + c, (size_t)n * sizeof *row);
@@ -194,7 +221,7 @@ static void pack_state(const delta_head *h, char *state, kvedge_element_type typ
   const int key_dim = h->work->shape->key_dim, value_dim = h->work->shape->value_dim;
   float room[DIM];
   if (h->columns == value_dim && type != KVEDGE_TYPE_FLOAT32) {
-    h->work->kernels->narrow_bfloats(h->state, key_dim * value_dim, (uint16_t *)state);
+    h->work->kernels->states->narrow_bfloats(h->state, key_dim * value_dim, (uint16_t *)state);
     return;
   }
   for (int k = 0; k < key_dim; k++, state += value_dim * kvedge_element_bytes(type)) {
@@ -203,7 +230,7 @@ static void pack_state(const delta_head *h, char *state, kvedge_element_type typ
       const int n = value_dim - c < h->columns ? value_dim - c : h->columns;
       memcpy(row + c, h->state + (ptrdiff_t)c * key_dim + k * h->stride, (size_t)n * sizeof *row);
     }
-    if (row == room) h->work->kernels->narrow_bfloats(room, value_dim, (uint16_t *)state);
+    if (row == room) h->work->kernels->states->narrow_bfloats(room, value_dim, (uint16_t *)state);
   }
 }
 
@@ -213,7 +240,7 @@ static int columns_of_block(const kvedge_kernels *kernels, int key_dim) {
   return columns < 16 ? 16 : columns > DIM ? DIM : columns;
 }
 
-static void run_head(const void *context, int task, int next, kvedge_state_memory *memory) {
+static void run_head(const void *context, int task, kvedge_state_memory *memory) {
   const delta_work *work = context;
   const kvedge_delta_shape *shape = work->shape;
   const kvedge_delta_call *call = &work->calls[task / shape->num_heads];
@@ -229,13 +256,13 @@ static void run_head(const void *context, int task, int next, kvedge_state_memor
                   .state = in_place ? (float *)state : memory->state,
                   .stride = shape->value_dim,
                   .columns = shape->value_dim};
-  if (in_place && next == task + 1 && head + 1 < shape->num_heads) h.next = h.state + elements;
   if (!in_place) {
     const int columns = columns_of_block(work->kernels, shape->key_dim);
     if (columns < shape->value_dim && call->num_tokens > CHUNK) h.columns = h.stride = columns;
     unpack_state(&h, state, call->state_type);
   }
-  for (int64_t t = 0; t < call->num_tokens; t += CHUNK)
+  if (call->num_tokens == 1) run_token(&h);
+  for (int64_t t = 0; t < call->num_tokens && call->num_tokens > 1; t += CHUNK)
     run_chunk(&h, t, call->num_tokens - t < CHUNK ? (int)(call->num_tokens - t) : CHUNK);
   if (!in_place) pack_state(&h, state, call->state_type);
 }

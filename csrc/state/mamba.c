@@ -31,7 +31,8 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   const int dim = shape->head_dim, size = shape->state_size;
   kvedge_state_memory *m = h->memory;
   float keep[CHUNK], decay[CHUNK], dt[CHUNK], decays[CHUNK][CHUNK];
-  float one[CHUNK], since[CHUNK], sum = 0.0f; /* logarithms of the decay of a token, and from the state on */
+  /* Logarithms of the decay of a token, and from the state on. (Zeros, since GCC at -O3 sees no n of at least 1.) */
+  float one[CHUNK] = {0}, since[CHUNK] = {0}, sum = 0.0f;
   for (int i = 0; i < n; i++) {
     dt[i] = kvedge_state_number(&call->dt, first + i, h->head);
     one[i] = kvedge_log_decay(dt[i] * shape->a[h->head]);
@@ -40,8 +41,8 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
     kvedge_state_take_row(&call->b, first + i, h->group, size, m->more[i]);
     kvedge_state_take_row(&call->x, first + i, h->head, dim, m->values[i]);
   }
-  kernels->decays(one, n, decay);
-  kernels->decays(since, n, keep);
+  kernels->states->decays(one, n, decay);
+  kernels->states->decays(since, n, keep);
   kvedge_state_decays(decay, n, decays);
   /* sums[i] = decay of S C_i, + the sum over j <= i of (C_i B_j) decay from j to i, times dt_j x_j */
   kvedge_state_multiply(kernels, m->scratch, m->rows[0], KVEDGE_TILE, n, h->state, size, dim, size, m->sums);
@@ -52,7 +53,7 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
     if (shape->d) m->weights[i][i] += shape->d[h->head];
   }
   kvedge_state_add_rows(kernels, m->scratch, m->weights[0], n, m->values[0], KVEDGE_TILE, n, dim, keep, m->sums[0],
-                        KVEDGE_TILE, NULL);
+                        KVEDGE_TILE);
   for (int i = 0; i < n; i++) kvedge_state_put_row(m->sums[i], dim, &call->out, first + i, h->head);
   /* S = decay S + the sum over j of decay to the end, dt_j x_j B_j^T */
   for (int j = 0; j < n; j++)
@@ -62,11 +63,29 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
     const int rows = dim - p < KVEDGE_QUERY_ROWS ? dim - p : KVEDGE_QUERY_ROWS;
     kvedge_state_transpose(kernels, m->values[0], n, p, rows, m->to_state[0]);
     kvedge_state_add_rows(kernels, m->scratch, m->to_state[0], rows, m->more[0], KVEDGE_TILE, n, size, m->decay,
-                          h->state + (ptrdiff_t)p * size, size, NULL);
+                          h->state + (ptrdiff_t)p * size, size);
   }
 }
 
-static void run_head(const void *context, int task, int next, kvedge_state_memory *memory) {
+/* A token alone. */
+static void run_token(const mamba_head *h) {
+  const kvedge_mamba_shape *shape = h->work->shape;
+  const kvedge_mamba_call *call = h->call;
+  const int dim = shape->head_dim, size = shape->state_size;
+  kvedge_state_memory *m = h->memory;
+  float *x = m->values[0], *updates = m->updates[0], *out = m->sums[0], keep;
+  const float dt = kvedge_state_number(&call->dt, 0, h->head), decay = kvedge_log_decay(dt * shape->a[h->head]),
+              *b = kvedge_array_row(&call->b, 0, h->group, size, m->more[0]),
+              *c = kvedge_array_row(&call->c, 0, h->group, size, m->rows[0]);
+  h->work->kernels->states->decays(&decay, 1, &keep);
+  kvedge_state_take_row(&call->x, 0, h->head, dim, x);
+  for (int p = 0; p < dim; p++) updates[p] = dt * x[p];
+  h->work->kernels->states->mamba_token(h->state, dim, size, keep, updates, b, c, out);
+  for (int p = 0; p < dim && shape->d; p++) out[p] += shape->d[h->head] * x[p];
+  kvedge_state_put_row(out, dim, &call->out, 0, h->head);
+}
+
+static void run_head(const void *context, int task, kvedge_state_memory *memory) {
   const mamba_work *work = context;
   const kvedge_mamba_shape *shape = work->shape;
   const kvedge_mamba_call *call = &work->calls[task / shape->num_heads];
@@ -79,11 +98,11 @@ static void run_head(const void *context, int task, int next, kvedge_state_memor
                         .head = head,
                         .group = head / (shape->num_heads / shape->num_groups),
                         .state = in_place ? (float *)state : memory->state};
-  (void)next;
-  if (!in_place) work->kernels->widen_bfloats((const uint16_t *)state, elements, h.state);
-  for (int64_t t = 0; t < call->num_tokens; t += CHUNK)
+  if (!in_place) work->kernels->states->widen_bfloats((const uint16_t *)state, elements, h.state);
+  if (call->num_tokens == 1) run_token(&h);
+  for (int64_t t = 0; t < call->num_tokens && call->num_tokens > 1; t += CHUNK)
     run_chunk(&h, t, call->num_tokens - t < CHUNK ? (int)(call->num_tokens - t) : CHUNK);
-  if (!in_place) work->kernels->narrow_bfloats(h.state, elements, (uint16_t *)state);
+  if (!in_place) work->kernels->states->narrow_bfloats(h.state, elements, (uint16_t *)state);
 }
 
 static int is_shape(const kvedge_mamba_shape *shape) {

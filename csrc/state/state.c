@@ -20,12 +20,11 @@ static kvedge_tile tile_of(const char **blocks, const float *rows, ptrdiff_t str
 
 void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, float *weights, int n, const float *rows,
                            ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
-                           ptrdiff_t sum_stride, const float *next) {
+                           ptrdiff_t sum_stride) {
   const char *blocks[KVEDGE_TILE_BLOCKS];
-  kvedge_tile tile = tile_of(blocks, rows, stride, num_rows, dim);
+  const kvedge_tile tile = tile_of(blocks, rows, stride, num_rows, dim);
   for (int t = num_rows; t % 4; t++)
     for (int i = 0; i < n; i++) weights[i * KVEDGE_TILE + t] = 0.0f;
-  if (next) tile.next = (kvedge_prefetch){blocks, (const char *)next - (const char *)rows, 1};
   const kvedge_probabilities p = {.num_queries = n, .p = weights, .scratch = scratch};
   const kvedge_accumulators to = {sums, sum_stride, keep};
   kernels->cells[KVEDGE_FLOAT32].weighted_sum(&p, &tile, &to);
@@ -80,8 +79,8 @@ typedef struct {
 
 static void run_task(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
   const state_job *job = context;
-  (void)slot, (void)stop;
-  job->run(job->context, task, next, &job->memory[thread]);
+  (void)next, (void)slot, (void)stop;
+  job->run(job->context, task, &job->memory[thread]);
 }
 
 kvedge_status kvedge_state_run(kvedge_state_task *run, const void *context, int num_tasks, int64_t work,

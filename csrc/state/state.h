@@ -34,10 +34,10 @@ typedef struct {
 
 /* sums[i] = sums[i] * keep[i] + the sum over t of weights[i][t] rows[t], for n rows i up to KVEDGE_QUERY_ROWS, and
  * num_rows rows t of `dim` floats, up to KVEDGE_TILE, `stride` floats apart. Weights are KVEDGE_TILE apart, and those behind
- * the last become 0 to a multiple of 4. next: where as many rows lie that are prefetched meanwhile, or NULL. */
+ * the last become 0 to a multiple of 4. */
 void kvedge_state_add_rows(const kvedge_kernels *kernels, char *scratch, float *weights, int n, const float *rows,
                            ptrdiff_t stride, int num_rows, int dim, const float *keep, float *sums,
-                           ptrdiff_t sum_stride, const float *next);
+                           ptrdiff_t sum_stride);
 
 /* products[i][t] = the product of query i and rows[t]. Queries are `query_stride` floats apart, and zeros from dim to a
  * multiple of 64. */
@@ -95,7 +95,7 @@ static inline int kvedge_is_state(const void *state, kvedge_element_type type) {
 }
 
 /* Runs tasks 0..num_tasks-1, each once; `work` is what they do in all, as the unit of kvedge_tuning has it. */
-typedef void kvedge_state_task(const void *context, int task, int next, kvedge_state_memory *memory);
+typedef void kvedge_state_task(const void *context, int task, kvedge_state_memory *memory);
 kvedge_status kvedge_state_run(kvedge_state_task *run, const void *context, int num_tasks, int64_t work,
                                int num_threads);
 

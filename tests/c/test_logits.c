@@ -38,7 +38,7 @@ static void to_logits_case(int n, double factor, double bias, float size, float 
   float *row = b.data, before[KVEDGE_TILE];
   if (random_below(3) == 0) row[random_below(n)] = 0.0f;
   memcpy(before, row, (size_t)n * sizeof *row);
-  kernels->logits.to_logits(row, n, factor, bias, cap);
+  kernels->logits->to_logits(row, n, factor, bias, cap);
   for (int t = 0; t < n; t++) {
     double product = before[t] * factor, logit = bounded(product + bias), allowed = 2e-7 * (fabs(product) + fabs(bias));
     if (cap > 0.0f) {
@@ -75,7 +75,7 @@ static void test_add_slope(void) {
     block b = new_numbers(n, size);
     float *logits = b.data, before[KVEDGE_TILE];
     memcpy(before, logits, (size_t)n * sizeof *logits);
-    kernels->logits.add_slope(logits, n, slope, first);
+    kernels->logits->add_slope(logits, n, slope, first);
     for (int t = 0; t < n; t++) {
       double added = (double)slope * (first + t); /* too large for a float: its sign decides */
       double sum = fabs(added) > FLT_MAX ? added : before[t] + added;
@@ -97,14 +97,14 @@ static void test_hiding(void) {
     const float *bias = random_below(4) ? bias_block.data : NULL;
     const uint8_t *mask = random_below(4) ? mask_block.data : NULL;
     memcpy(before, logits, (size_t)n * sizeof *logits);
-    kernels->logits.hide(logits, n, mask, bias, 0.0f);
+    kernels->logits->hide(logits, n, mask, bias, 0.0f);
     for (int t = 0; t < n; t++) {
       int hidden = (mask && !mask[t]) || (bias && bias[t] == -INFINITY);
       if (logits[t] != (hidden ? 0.0f : before[t])) fail("hide, %d of %d: %.9g", t, n, logits[t]);
     }
     memcpy(logits, before, (size_t)n * sizeof *logits);
-    if (bias) kernels->logits.add_bias(logits, n, bias);
-    kernels->logits.hide(logits, n, mask, NULL, -INFINITY);
+    if (bias) kernels->logits->add_bias(logits, n, bias);
+    kernels->logits->hide(logits, n, mask, NULL, -INFINITY);
     for (int t = 0; t < n; t++) {
       double sum = bias ? (double)before[t] + bias[t] : before[t];
       int hidden = (mask && !mask[t]) || (bias && bias[t] == -INFINITY);

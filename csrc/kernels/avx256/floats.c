@@ -1,5 +1,5 @@
-/* Cells that multiply floats, of both 256-bit paths: rows of floats, grids, and runs where
- * integers do not suffice. They need what AVX2 has.
+/* What multiplies floats, of both 256-bit paths: cells of rows of floats, of grids, and of runs where integers do not
+ * suffice; logits; states. It needs what AVX2 has.
  */
 #include "kernels/kernels.h"
 
@@ -27,6 +27,13 @@ void weighted_sum_of_runs_avx256(const kvedge_probabilities *p, const kvedge_til
                                  const kvedge_accumulators *to) {
   weighted_sum_of_runs_portable(p, values, to);
 }
+
+#define STATE_FLOATS 8
+#define state_multiply_add(a, b, c) _mm256_fmadd_ps(a, b, c)
+#include "kernels/states.h"
+
+const kvedge_logit_kernels kvedge_logits_avx256 = KVEDGE_LOGIT_KERNELS;
+const kvedge_state_kernels kvedge_states_avx256 = KVEDGE_STATE_KERNELS;
 
 KVEDGE_TARGET_END
 #endif

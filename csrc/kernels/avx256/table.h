@@ -191,13 +191,10 @@ static void KVEDGE_NAME(transpose_scales)(const void *scales, kvedge_scale_type 
       .transpose_scales = KVEDGE_NAME(transpose_scales),                                                           \
       .softmax = KVEDGE_NAME(softmax),                                                                             \
       .heavy_blocks = heavy_blocks_portable,                                                                           \
-      .logits = KVEDGE_LOGIT_KERNELS,                                                                              \
+      .logits = &kvedge_logits_avx256,                                                                              \
       .merge_row = merge_row_portable,                                                                             \
       .scale_row = scale_row_portable,                                                                             \
-      .decays = decays_portable,                                                                                   \
-      .widen_bfloats = widen_bfloats_portable,                                                                     \
-      .narrow_bfloats = narrow_bfloats_portable,                                                                   \
-      .convolve = convolve_portable,                                                                               \
+      .states = &kvedge_states_avx256,                                                                                   \
       .read_bytes = KVEDGE_NAME(read_bytes),                                                                       \
       .multiply = KVEDGE_NAME(multiply),                                                                           \
   }

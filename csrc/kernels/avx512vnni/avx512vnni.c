@@ -286,6 +286,13 @@ static void encode_query_of_int4_avx512vnni(const float *x, int dim, float facto
     _mm512_storeu_si512(codes + at, _mm512_shuffle_epi8(_mm512_loadu_si512(codes + at), order));
 }
 
+#define STATE_FLOATS FLOATS
+#define state_multiply_add(a, b, c) _mm512_fmadd_ps(a, b, c)
+#include "kernels/states.h"
+
+static const kvedge_logit_kernels kvedge_logits = KVEDGE_LOGIT_KERNELS;
+static const kvedge_state_kernels kvedge_states = KVEDGE_STATE_KERNELS;
+
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
     /* Keys are read once, for all queries; values are kept as they are needed. */
@@ -315,13 +322,10 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
     .transpose_scales = transpose_scales_avx512vnni,
     .softmax = softmax_avx512vnni,
     .heavy_blocks = heavy_blocks_avx512vnni,
-    .logits = KVEDGE_LOGIT_KERNELS,
+    .logits = &kvedge_logits,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
-    .decays = decays_portable,
-    .widen_bfloats = widen_bfloats_portable,
-    .narrow_bfloats = narrow_bfloats_portable,
-    .convolve = convolve_portable,
+    .states = &kvedge_states,
     .read_bytes = read_bytes_avx512vnni,
     .multiply = multiply_avx512vnni,
 };

@@ -437,6 +437,15 @@ static uint64_t read_bytes_neon(const void *p, size_t n) {
 
 enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in the same sum */
 
+#define STATE_FLOATS 4
+#if defined(__aarch64__)
+#define state_multiply_add(a, b, c) vfmaq_f32(c, a, b)
+#endif
+#include "kernels/states.h"
+
+static const kvedge_logit_kernels kvedge_logits = KVEDGE_LOGIT_KERNELS;
+static const kvedge_state_kernels kvedge_states = KVEDGE_STATE_KERNELS;
+
 #define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, multiplied)                                         \
   {                                                                                                                    \
       .name = isa_name,                                                                                                \
@@ -455,13 +464,10 @@ enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in t
       .transpose_scales = transpose_scales_neon,                                                                       \
       .softmax = softmax_neon,                                                                                         \
       .heavy_blocks = heavy_blocks_neon,                                                                               \
-      .logits = KVEDGE_LOGIT_KERNELS,                                                                                  \
+      .logits = &kvedge_logits,                                                                                        \
       .merge_row = merge_row_portable,                                                                                 \
       .scale_row = scale_row_portable,                                                                                 \
-      .decays = decays_portable,                                                                                       \
-      .widen_bfloats = widen_bfloats_portable,                                                                         \
-      .narrow_bfloats = narrow_bfloats_portable,                                                                       \
-      .convolve = convolve_portable,                                                                                   \
+      .states = &kvedge_states,                                                                                        \
       .read_bytes = read_bytes_neon,                                                                                   \
       .multiply = multiplied,                                                                                          \
 }

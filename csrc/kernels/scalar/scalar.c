@@ -55,6 +55,12 @@ KVEDGE_INT4_FUNCTIONS(scalar, scores_int8_scalar, weighted_sum_int8_scalar)
 #include "kernels/kivi_portable.h"
 #define INT8_CELL {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar}
 
+#define STATE_FLOATS 4
+#include "kernels/states.h"
+
+static const kvedge_logit_kernels kvedge_logits = KVEDGE_LOGIT_KERNELS;
+static const kvedge_state_kernels kvedge_states = KVEDGE_STATE_KERNELS;
+
 #define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256
 #define DITHER_4(n) DITHER_2(n), DITHER_2(n + 64)
 #define DITHER_8(n) DITHER_4(n), DITHER_4(n + 32)
@@ -77,13 +83,10 @@ const kvedge_kernels kvedge_kernels_scalar = {
     .transpose_scales = transpose_scales_portable,
     .softmax = softmax_portable,
     .heavy_blocks = heavy_blocks_portable,
-    .logits = KVEDGE_LOGIT_KERNELS,
+    .logits = &kvedge_logits,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
-    .decays = decays_portable,
-    .widen_bfloats = widen_bfloats_portable,
-    .narrow_bfloats = narrow_bfloats_portable,
-    .convolve = convolve_portable,
+    .states = &kvedge_states,
     .read_bytes = read_bytes_portable,
     .multiply = multiply_portable,
 };
