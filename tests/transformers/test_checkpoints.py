@@ -4,8 +4,6 @@ import copy
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 from tiny_structures import structure_of
 
@@ -146,37 +144,6 @@ def test_checkpoints_are_bounded_and_the_last_ones_near():
     for wrong in ({"checkpoints": -1}, {"checkpoint_every": 0}, {"checkpoint_bytes": 1.5}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be an integer from"):
             KvedgeCache(model.config, **wrong)
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data(), name=st.sampled_from(["Qwen3_5Text", "FalconH1", "gemma2"]))
-def test_any_course_of_a_conversation_is_that_of_its_last_text(data, name):
-    """Steps, checkpoints, branches and going back: what is held is what the text alone gives."""
-    model = model_of(name)
-    options = data.draw(st.sampled_from(OPTIONS))
-    cache, text, at = KvedgeCache(model.config, checkpoints=3, **options), [], []
-    for _ in range(data.draw(st.integers(2, 8))):
-        move = data.draw(st.sampled_from(["step", "step", "checkpoint", "branch", "back"]))
-        if move == "step":
-            n, seed = data.draw(st.sampled_from([1, 2, 40])), data.draw(st.integers(0, 3))
-            text.append(prompt(1, n, seed=seed)["input_ids"])
-            at.append((at[-1] if at else 0) + n)
-            step(model, cache, text[-1])
-        elif move == "checkpoint":
-            cache.checkpoint()
-        elif move == "branch":
-            branch = copy.deepcopy(cache)
-            step(model, branch, prompt(1, 70, seed=9)["input_ids"])
-        elif cache.checkpoints:
-            to = data.draw(st.sampled_from(cache.checkpoints))
-            cache.crop(to - at[-1])
-            del text[at.index(to) + 1 :], at[at.index(to) + 1 :]
-    never, more = KvedgeCache(model.config, **options), prompt(1, 3, seed=5)["input_ids"]
-    for part in text:
-        step(model, never, part)
-    assert cache.get_seq_length() == never.get_seq_length()
-    for part in (more, more[:, :1]):
-        assert torch.equal(step(model, cache, part), step(model, never, part))
 
 
 def test_a_late_checkpoint_takes_the_place_of_later_ones():
