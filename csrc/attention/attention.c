@@ -126,7 +126,7 @@ static int may_have_lost(const kvedge_attention *a, const kvedge_queries *q, siz
   if (q->logit_factor[state] > LARGEST_QUERY) return 1;
   const kvedge_view_side *values = &a->view.side[VALUES];
   if (values->bound == 0.0f) return 0;
-  const uint32_t bits = a->kernels->abs_max_bits(acc, (size_t)values->shape.dim);
+  const uint32_t bits = a->kernels->rows->abs_max_bits(acc, (size_t)values->shape.dim);
   return bits >= KVEDGE_NOT_FINITE || kvedge_float_of_bits(bits) < LEAST_SUM;
 }
 

@@ -14,7 +14,7 @@ static void merge(const kvedge_attention *a, const kvedge_queries *q, size_t sta
   total->max[state] = risen > 0.0f ? partial->max[state] : total->max[state];
   total->sum[state] = total->sum[state] * keep + partial->sum[state] * add;
   size_t row = state * (size_t)a->acc_stride;
-  a->kernels->merge_row(total->acc + row, keep, partial->acc + row, add, a->view.side[VALUES].shape.dim);
+  a->kernels->rows->merge_row(total->acc + row, keep, partial->acc + row, add, a->view.side[VALUES].shape.dim);
 }
 
 /* The logarithm of one query's softmax denominator, without learned sinks; -INFINITY: it saw nothing. */
@@ -44,7 +44,7 @@ static void write_row(const kvedge_attention *a, const float *acc, float factor,
     kvedge_rotate_sums(acc, dim, rotated, sums);
     acc = sums, factor /= sqrtf((float)rotated);
   }
-  a->kernels->scale_row(acc, dim, factor, 1.0f / a->factor[VALUES], is_float32 ? out : room);
+  a->kernels->rows->scale_row(acc, dim, factor, 1.0f / a->factor[VALUES], is_float32 ? out : room);
   if (!is_float32) kvedge_narrow(a->out.type, room, dim, out);
 }
 

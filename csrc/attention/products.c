@@ -32,8 +32,8 @@ static const float *tile_scales(const kvedge_attention *a, const token_tile *til
       int tokens = tile->num_tokens - first;
       blocks = tile->in_order ? tile->num_blocks[s] : 1;
       if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
-      a->kernels->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens, n,
-                                   a->factor[s], columns->scale[c] + first, SCALES);
+      a->kernels->rows->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride,
+                                         tokens, n, a->factor[s], columns->scale[c] + first, SCALES);
     }
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)

@@ -13,7 +13,7 @@ static double dot(const float *a, const float *b, int n) {
 }
 
 static float largest_magnitude(const kvedge_attention *a, const float *x, int n) {
-  return kvedge_float_of_bits(a->kernels->abs_max_bits(x, (size_t)n));
+  return kvedge_float_of_bits(a->kernels->rows->abs_max_bits(x, (size_t)n));
 }
 
 /* One query times factor, group by group: as codes, or as floats padded with zeros. `largest` is of all of x. */

@@ -140,7 +140,7 @@ static uint32_t blocks_to_keep(const kvedge_attention *a, const kvedge_skipping 
     factor[i] = least > 0.0f ? s->share / least : 0.0f; /* 0: it has seen nothing */
     if (!(factor[i] <= FLT_MAX)) factor[i] = FLT_MAX;
   }
-  const uint32_t kept = a->kernels->heavy_blocks(p, h->count, whole, factor) |
+  const uint32_t kept = a->kernels->rows->heavy_blocks(p, h->count, whole, factor) |
                         (h->tile->num_tokens > whole * KVEDGE_BLOCK ? 1u << whole : 0u);
   const int shares = shares_of_block(a);
   return shares == 1 ? kept : whole_blocks(kept, shares, h->tile);

@@ -23,7 +23,7 @@ static void find_lost(const kvedge_attention *a, const head_tile *heads, int num
                       uint8_t *is_lost) {
   for (int i = 0; i < num * heads->count; i++) {
     const float *row = w->scores + (heads->at + i) * KVEDGE_TILE;
-    is_lost[i] = a->kernels->abs_max_bits(row, (size_t)heads->tile->num_tokens) >= KVEDGE_NOT_FINITE;
+    is_lost[i] = a->kernels->rows->abs_max_bits(row, (size_t)heads->tile->num_tokens) >= KVEDGE_NOT_FINITE;
   }
 }
 
@@ -38,8 +38,8 @@ static void take_probabilities(const kvedge_attention *a, const head_tile *heads
   if (a->view.bounds_unknown) find_lost(a, heads, num, w, is_lost);
   for (int j = 0; j < num && (a->real_logits || heads->masking); j++) finish_scores(a, &heads[j], w);
   const size_t index = kvedge_index_of(a, &heads[0]);
-  a->kernels->softmax(w->scores, num * heads->count, heads->tile->num_tokens, w->queries.log2_scale + index,
-                      partial->max + index, partial->sum + index, w->rescale);
+  a->kernels->rows->softmax(w->scores, num * heads->count, heads->tile->num_tokens, w->queries.log2_scale + index,
+                            partial->max + index, partial->sum + index, w->rescale);
   for (int i = 0; a->view.bounds_unknown && i < num * heads->count; i++)
     if (is_lost[i]) partial->sum[index + (size_t)i] = NAN; /* so that the row is attended to again (attention.c) */
 }

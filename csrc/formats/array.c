@@ -48,12 +48,12 @@ uint32_t kvedge_array_abs_max_bits(const kvedge_array *array, int64_t num_tokens
   const kvedge_kernels *kernels = kvedge_active();
   if (num_tokens < 1) return 0;
   if (kvedge_array_is_dense(array, num_tokens, num_heads, dim))
-    return kernels->abs_max_bits(array->data, (size_t)num_tokens * (size_t)num_heads * (size_t)dim);
+    return kernels->rows->abs_max_bits(array->data, (size_t)num_tokens * (size_t)num_heads * (size_t)dim);
   float room[KVEDGE_MAX_HEAD_DIM];
   uint32_t largest = 0;
   for (int64_t token = 0; token < num_tokens; token++)
     for (int head = 0; head < num_heads; head++) {
-      const uint32_t bits = kernels->abs_max_bits(kvedge_array_row(array, token, head, dim, room), (size_t)dim);
+      const uint32_t bits = kernels->rows->abs_max_bits(kvedge_array_row(array, token, head, dim, room), (size_t)dim);
       largest = bits > largest ? bits : largest;
     }
   return largest;

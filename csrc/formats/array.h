@@ -51,7 +51,7 @@ const float *kvedge_array_row(const kvedge_array *array, int64_t token, int64_t 
  * infinity. */
 void kvedge_narrow(kvedge_element_type type, const float *from, int n, void *to);
 
-/* The bits of the largest magnitude of all rows, as kvedge_kernels.abs_max_bits gives them. */
+/* The bits of the largest magnitude of all rows, as kvedge_row_kernels.abs_max_bits gives them. */
 uint32_t kvedge_array_abs_max_bits(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim);
 
 /* All rows as float32, one after the other. */

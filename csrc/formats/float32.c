@@ -25,7 +25,7 @@ static void decode_float32(const kvedge_row_shape *shape, const void *codes, con
 
 static float bound_float32(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {
   (void)scales;
-  return kvedge_float_of_bits(kvedge_active()->abs_max_bits(codes, (size_t)(num_rows * shape->dim)));
+  return kvedge_float_of_bits(kvedge_active()->rows->abs_max_bits(codes, (size_t)(num_rows * shape->dim)));
 }
 
 static int is_valid_float32(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {

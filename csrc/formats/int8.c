@@ -19,7 +19,7 @@ static float bound_of_int8(const kvedge_row_shape *shape, float largest) {
 
 static void encode_group(kvedge_scale_type scale_type, const float *x, int n, int8_t *codes, void *scales, int group) {
   const kvedge_kernels *kernels = kvedge_active();
-  float largest = kvedge_float_of_bits(kernels->abs_max_bits(x, (size_t)n));
+  float largest = kvedge_float_of_bits(kernels->rows->abs_max_bits(x, (size_t)n));
   float scale = largest / 127.0f, inverse;
   if (scale_type == KVEDGE_SCALE_FLOAT16) {
     uint16_t half = kvedge_float_to_half_up(scale);
@@ -35,9 +35,9 @@ static void encode_group(kvedge_scale_type scale_type, const float *x, int n, in
   } else if (scale_type == KVEDGE_SCALE_FLOAT32 && largest < TINY_ROW) {
     float enlarged[KVEDGE_MAX_HEAD_DIM];
     for (int d = 0; d < n; d++) enlarged[d] = x[d] * TINY_ROW_FACTOR;
-    kernels->quantize(enlarged, (size_t)n, 127.0f / (largest * TINY_ROW_FACTOR), codes);
+    kernels->rows->quantize(enlarged, (size_t)n, 127.0f / (largest * TINY_ROW_FACTOR), codes);
   } else {
-    kernels->quantize(x, (size_t)n, inverse, codes);
+    kernels->rows->quantize(x, (size_t)n, inverse, codes);
   }
 }
 
@@ -61,8 +61,8 @@ static void decode_row(const kvedge_row_shape *shape, const void *codes, const v
   for (int g = 0, start = 0; g < shape->num_groups; g++, start += shape->group_size) {
     int left = shape->dim - start;
     float scale = kvedge_load_scale(scales, shape->scale_type, g);
-    kvedge_active()->dequantize((const int8_t *)codes + start,
-                                (size_t)(left < shape->group_size ? left : shape->group_size), scale, x + start);
+    kvedge_active()->rows->dequantize((const int8_t *)codes + start,
+                                      (size_t)(left < shape->group_size ? left : shape->group_size), scale, x + start);
     overflows |= scale > FLT_MAX / 128;
   }
   for (int d = 0; overflows && d < shape->dim; d++) x[d] = fminf(fmaxf(x[d], -FLT_MAX), FLT_MAX);

@@ -19,7 +19,7 @@ static float bound_of_q8_0(const kvedge_row_shape *shape, float largest) {
 }
 
 static void encode_group(const float *x, char *group) {
-  const float largest = kvedge_float_of_bits(kvedge_active()->abs_max_bits(x, CHANNELS)), d = largest / 127.0f;
+  const float largest = kvedge_float_of_bits(kvedge_active()->rows->abs_max_bits(x, CHANNELS)), d = largest / 127.0f;
   const uint16_t scale = kvedge_half_of_float(d);
   const float inverse = 1.0f / d;
   int8_t codes[CHANNELS] = {0};
@@ -50,7 +50,7 @@ static void decode_q8_0(const kvedge_row_shape *shape, const void *codes, const 
   (void)scales;
   const char *group = codes;
   for (int64_t i = 0; i < num_rows * shape->num_groups; i++, x += CHANNELS, group += GROUP_BYTES)
-    kvedge_active()->dequantize((const int8_t *)group + CODES_AT, CHANNELS, scale_of(group), x);
+    kvedge_active()->rows->dequantize((const int8_t *)group + CODES_AT, CHANNELS, scale_of(group), x);
 }
 
 static float bound_q8_0(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows) {

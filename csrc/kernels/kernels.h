@@ -194,6 +194,50 @@ typedef struct {
   int parallel_work;
 } kvedge_tuning;
 
+/* Rows of floats and of scales. */
+typedef struct {
+  /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
+   * or an infinity, since those order above every finite number as integers. n may be 0. */
+  uint32_t (*abs_max_bits)(const float *x, size_t n);
+
+  /* codes[i] = rint(x[i] * inverse), ties to even; the caller sees to |x[i] * inverse| <= 127.49. */
+  void (*quantize)(const float *x, size_t n, float inverse, int8_t *codes);
+
+  /* out[i] = codes[i] * scale */
+  void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
+
+  /* out[c * out_stride + t] = row t's scales[c] * factor, for num_tokens rows of which 1 to KVEDGE_SCALE_COLUMNS
+   * values of `type` are read, token_stride bytes apart. */
+  void (*transpose_scales)(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
+                           int num_columns, float factor, float *out, ptrdiff_t out_stride);
+
+  /* One step of the online softmax for num_queries rows of scores[KVEDGE_TILE]: with
+   * m' = max(m, max_t s[t]),   p[t] = 2^((s[t] - m') * factor),   rescale = 2^((m - m') * factor)
+   * scores become p, sum becomes sum * rescale + sum_t p[t], m becomes m'. Where no p would be above 2^KVEDGE_HEADROOM,
+   * m' may be m instead, for which nothing need wait. A score of -INFINITY gives p = 0 whatever m is; from num_tokens
+   * to the end of the last block p = 0.
+   * m starts at -FLT_MAX, which does not stay where there is a score; factor > 0. Results below 2^-125 are 0: no
+   * denormal is made. */
+  void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max, float *sum,
+                  float *rescale);
+
+  /* Bit b: block b may hold more than the queries allow. Not set: sum_t p[i][t] * factor[i] over
+   * the block's tokens is at most 1 for each query i. num_blocks up to KVEDGE_TILE_BLOCKS; p
+   * (num_queries, KVEDGE_TILE) and factors are not negative. */
+  uint32_t (*heavy_blocks)(const float *p, int num_queries, int num_blocks, const float *factor);
+
+  /* to = to * keep + from * add, n elements that do not overlap. */
+  void (*merge_row)(float *to, float keep, const float *from, float add, int n);
+
+  /* out = row * factor * power, in this order (power, of two, may take the product to where it rounds), or the
+   * nearest float that is neither infinite nor denormal. */
+  void (*scale_row)(const float *row, int n, float factor, float power, float *out);
+
+  /* Reads n bytes (a multiple of 512, 64-byte aligned) with the widest loads: the yardstick of
+   * `kvedge info` and of the benchmarks. The result only keeps the loads alive. */
+  uint64_t (*read_bytes)(const void *p, size_t n);
+} kvedge_row_kernels;
+
 /* Options that look at single logits: of one query, n tokens of a tile. Arrays are of n and do not overlap. */
 typedef struct {
   /* Scores become logits, row[t] * factor + bias, or with a cap above 0 cap * tanh(logit / cap); finite ones, the
@@ -251,50 +295,9 @@ typedef struct kvedge_kernels {
   kvedge_cell grids;                     /* of grids, by the bits of a tile: queries are floats; empty as in cells */
   kvedge_cell runs;                      /* of kivi2, kivi4 and kivi8: queries are floats, tiles tables of runs */
 
-  /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
-   * or an infinity, since those order above every finite number as integers. n may be 0. */
-  uint32_t (*abs_max_bits)(const float *x, size_t n);
-
-  /* codes[i] = rint(x[i] * inverse), ties to even; the caller sees to |x[i] * inverse| <= 127.49. */
-  void (*quantize)(const float *x, size_t n, float inverse, int8_t *codes);
-
-  /* out[i] = codes[i] * scale */
-  void (*dequantize)(const int8_t *codes, size_t n, float scale, float *out);
-
-  /* out[c * out_stride + t] = row t's scales[c] * factor, for num_tokens rows of which 1 to KVEDGE_SCALE_COLUMNS
-   * values of `type` are read, token_stride bytes apart. */
-  void (*transpose_scales)(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
-                           int num_columns, float factor, float *out, ptrdiff_t out_stride);
-
-  /* One step of the online softmax for num_queries rows of scores[KVEDGE_TILE]: with
-   * m' = max(m, max_t s[t]),   p[t] = 2^((s[t] - m') * factor),   rescale = 2^((m - m') * factor)
-   * scores become p, sum becomes sum * rescale + sum_t p[t], m becomes m'. Where no p would be above 2^KVEDGE_HEADROOM,
-   * m' may be m instead, for which nothing need wait. A score of -INFINITY gives p = 0 whatever m is; from num_tokens
-   * to the end of the last block p = 0.
-   * m starts at -FLT_MAX, which does not stay where there is a score; factor > 0. Results below 2^-125 are 0: no
-   * denormal is made. */
-  void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max, float *sum,
-                  float *rescale);
-
-  /* Bit b: block b may hold more than the queries allow. Not set: sum_t p[i][t] * factor[i] over
-   * the block's tokens is at most 1 for each query i. num_blocks up to KVEDGE_TILE_BLOCKS; p
-   * (num_queries, KVEDGE_TILE) and factors are not negative. */
-  uint32_t (*heavy_blocks)(const float *p, int num_queries, int num_blocks, const float *factor);
-
+  const kvedge_row_kernels *rows;
   const kvedge_logit_kernels *logits;
-
-  /* to = to * keep + from * add, n elements that do not overlap. */
-  void (*merge_row)(float *to, float keep, const float *from, float add, int n);
-
-  /* out = row * factor * power, in this order (power, of two, may take the product to where it rounds), or the
-   * nearest float that is neither infinite nor denormal. */
-  void (*scale_row)(const float *row, int n, float factor, float power, float *out);
-
   const kvedge_state_kernels *states;
-
-  /* Reads n bytes (a multiple of 512, 64-byte aligned) with the widest loads: the yardstick of
-   * `kvedge info` and of the benchmarks. The result only keeps the loads alive. */
-  uint64_t (*read_bytes)(const void *p, size_t n);
 
   /* Multiplies n codes of 16 bits, of queries or weights, with as many bytes of keys or values, and adds up: in
    * registers alone, by the instructions that scores and weighted sums are made of here. The yardstick of arithmetic.

@@ -137,8 +137,8 @@ static int is_shape(const kvedge_conv_shape *shape) {
 
 static int are_finite(const kvedge_conv_shape *shape) {
   const size_t channels = (size_t)shape->num_channels;
-  const uint32_t weight = kvedge_active()->abs_max_bits(shape->weight, channels * (size_t)shape->width),
-                 bias = shape->bias ? kvedge_active()->abs_max_bits(shape->bias, channels) : 0;
+  const uint32_t weight = kvedge_active()->rows->abs_max_bits(shape->weight, channels * (size_t)shape->width),
+                 bias = shape->bias ? kvedge_active()->rows->abs_max_bits(shape->bias, channels) : 0;
   return weight < 0x7f800000u && bias < 0x7f800000u;
 }
 

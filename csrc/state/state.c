@@ -43,8 +43,8 @@ void kvedge_state_transpose(const kvedge_kernels *kernels, const float *rows, in
                             float *to) {
   for (int r = 0; r < dim; r += KVEDGE_SCALE_COLUMNS) {
     const int columns = dim - r < KVEDGE_SCALE_COLUMNS ? dim - r : KVEDGE_SCALE_COLUMNS;
-    kernels->transpose_scales(rows + first + r, KVEDGE_SCALE_FLOAT32, KVEDGE_TILE * sizeof *rows, num_rows, columns,
-                              1.0f, to + r * KVEDGE_TILE, KVEDGE_TILE);
+    kernels->rows->transpose_scales(rows + first + r, KVEDGE_SCALE_FLOAT32, KVEDGE_TILE * sizeof *rows, num_rows,
+                                    columns, 1.0f, to + r * KVEDGE_TILE, KVEDGE_TILE);
   }
 }
 

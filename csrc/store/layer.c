@@ -205,7 +205,7 @@ kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offs
   if (!layer->keys.format->has_scales && layer->keys.format->id != KVEDGE_NO_ROWS) return KVEDGE_ERROR_ARGUMENT;
   const size_t n = key_vector_size(&layer->config);
   if (offset) {
-    if (kvedge_active()->abs_max_bits(offset, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+    if (kvedge_active()->rows->abs_max_bits(offset, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
     memcpy(layer->key_vectors, offset, n * sizeof(float));
   }
   layer->keys.offset = offset ? layer->key_vectors : NULL;
@@ -219,7 +219,7 @@ kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *scale
   const size_t n = key_vector_size(&layer->config);
   float *own = layer->key_vectors + n;
   if (scale) {
-    if (kvedge_active()->abs_max_bits(scale, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
+    if (kvedge_active()->rows->abs_max_bits(scale, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
     for (size_t i = 0; i < n; i++)
       if (!(scale[i] > 0.0f)) return KVEDGE_ERROR_ARGUMENT;
     memcpy(own, scale, n * sizeof(float));

@@ -43,7 +43,7 @@ kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *row
     float room[KVEDGE_MAX_HEAD_DIM];
     for (int64_t token = 0; token < num_tokens; token++)
       for (int head = 0; head < heads; head++) {
-        uint32_t row_bits = kernels->abs_max_bits(mapped(side, rows, token, head, room), (size_t)dim);
+        uint32_t row_bits = kernels->rows->abs_max_bits(mapped(side, rows, token, head, room), (size_t)dim);
         bits = row_bits > bits ? row_bits : bits;
       }
   }

@@ -28,7 +28,7 @@ static void *touch(void *argument) {
 
 static void *read_all(void *argument) {
   worker *w = argument;
-  w->result = kvedge_active()->read_bytes(w->memory, w->amount);
+  w->result = kvedge_active()->rows->read_bytes(w->memory, w->amount);
   return NULL;
 }
 

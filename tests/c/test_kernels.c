@@ -29,7 +29,7 @@ static void test_abs_max_bits(void) {
         bits &= 0x7fffffffu;
         if (bits > expected) expected = bits;
       }
-      uint32_t got = kernels->abs_max_bits(x, (size_t)n);
+      uint32_t got = kernels->rows->abs_max_bits(x, (size_t)n);
       if (got != expected) fail("n=%d kind=%d: %08x, not %08x", n, kind, got, expected);
       end_case();
       free_block(&b);
@@ -70,7 +70,7 @@ static void test_quantize(void) {
       float inverse = kind == TIES ? 1.0f : 127.0f / largest;
       if (kind == DENORMALS || !(inverse < FLT_MAX)) inverse = FLT_MAX;
       memset(codes, 0x55, (size_t)n);
-      kernels->quantize(x, (size_t)n, inverse, codes);
+      kernels->rows->quantize(x, (size_t)n, inverse, codes);
       for (int i = 0; i < n; i++)
         if (codes[i] != expected_code(x[i], inverse))
           fail("n=%d kind=%d: rint(%a * %a) = %d", n, kind, x[i], inverse, codes[i]);
@@ -89,7 +89,7 @@ static void test_dequantize(void) {
       int8_t *codes = b.data;
       float *out = c.data;
       for (int i = 0; i < n; i++) codes[i] = (int8_t)(random_below(255) - 127);
-      kernels->dequantize(codes, (size_t)n, scales[s], out);
+      kernels->rows->dequantize(codes, (size_t)n, scales[s], out);
       for (int i = 0; i < n; i++) {
         volatile float expected = (float)codes[i] * scales[s];
         if (out[i] != expected) fail("n=%d: %d * %a = %a, not %a", n, codes[i], scales[s], out[i], expected);
@@ -118,8 +118,8 @@ static void transpose_case(int num_tokens, int num_columns, int columns_of_row, 
     else ((float *)b.data)[i] = (float)random_below(1 << 20) * 0x1p-20f;
   const int first = columns_of_row - num_columns;
   const ptrdiff_t stride = (ptrdiff_t)(columns_of_row * size);
-  kernels->transpose_scales((char *)b.data + first * size, half ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32, stride,
-                            num_tokens, num_columns, factor, out, OUT_STRIDE);
+  kernels->rows->transpose_scales((char *)b.data + first * size, half ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32,
+                                  stride, num_tokens, num_columns, factor, out, OUT_STRIDE);
   for (int c = 0; c < KVEDGE_SCALE_COLUMNS; c++)
     for (int t = 0; t < OUT_STRIDE; t++) {
       int at = t * columns_of_row + first + c;
@@ -211,7 +211,7 @@ static void softmax_case(int num_queries, int num_tokens) {
   for (int i = 0; i < num_queries; i++) fill_softmax_row(&before, i, num_tokens);
   memcpy(scores.data, before.scores, scores.size), memcpy(factor.data, before.factor, factor.size);
   memcpy(max.data, before.max, max.size), memcpy(sum.data, before.sum, sum.size);
-  kernels->softmax(scores.data, num_queries, num_tokens, factor.data, max.data, sum.data, rescale.data);
+  kernels->rows->softmax(scores.data, num_queries, num_tokens, factor.data, max.data, sum.data, rescale.data);
   memcpy(after.scores, scores.data, scores.size), memcpy(after.rescale, rescale.data, rescale.size);
   memcpy(after.max, max.data, max.size), memcpy(after.sum, sum.data, sum.size);
   for (int i = 0; i < num_queries; i++) check_softmax_row(&before, &after, i, num_tokens);
@@ -242,7 +242,7 @@ static void heavy_case(int num_queries, int num_blocks) {
     p[i] = (int)(i % row) < num_blocks * KVEDGE_BLOCK ? exp2f(-exponent * (float)random_unit()) / 16 : NAN;
     if (random_below(3) == 0 && !isnan(p[i])) p[i] = 0.0f;
   }
-  const uint32_t heavy = kernels->heavy_blocks(p, num_queries, num_blocks, factor);
+  const uint32_t heavy = kernels->rows->heavy_blocks(p, num_queries, num_blocks, factor);
   CHECK(num_blocks == KVEDGE_TILE_BLOCKS || heavy >> num_blocks == 0);
   for (int b = 0; b < num_blocks; b++) {
     double most = 0.0, together = 0.0;
@@ -274,7 +274,7 @@ static void test_merge_row(void) {
     float *to = to_block.data, *from = from_block.data, before[1024];
     float keep = (float)random_unit(), add = random_below(4) ? (float)random_unit() : 0.0f;
     for (int d = 0; d < n; d++) before[d] = to[d] = random_signed(3.0f), from[d] = random_signed(1e10f);
-    kernels->merge_row(to, keep, from, add, n);
+    kernels->rows->merge_row(to, keep, from, add, n);
     for (int d = 0; d < n; d++) {
       double kept = (double)before[d] * keep, added = (double)from[d] * add;
       if (!near(to[d], kept + added, 1.3e-7 * (fabs(kept) + fabs(added)))) fail("n=%d: number %d: %.9g", n, d, to[d]);
@@ -295,7 +295,7 @@ static void test_scale_row(void) {
     float *row = row_block.data, *out = out_block.data;
     float size = sizes[random_below(4)], factor = random_signed(1.0f), power = powers[random_below(4)];
     for (int d = 0; d < n; d++) row[d] = random_signed(size);
-    kernels->scale_row(row, n, factor, power, out);
+    kernels->rows->scale_row(row, n, factor, power, out);
     for (int d = 0; d < n; d++) {
       volatile float product = row[d] * factor, expected = product * power; /* each rounded to a float */
       if (out[d] != bounded(expected)) fail("n=%d: %a * %a * %a: %a", n, row[d], factor, power, out[d]);
@@ -313,7 +313,7 @@ static void test_read_bytes(void) {
   for (size_t n = 0; n <= 16384; n += 512) {
     block b = new_block(n + 64 * !n);
     memset(b.data, 0, b.size);
-    kernels->read_bytes(b.data, n);
+    kernels->rows->read_bytes(b.data, n);
     end_case();
     free_block(&b);
   }

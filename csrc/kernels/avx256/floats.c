@@ -1,5 +1,5 @@
 /* What multiplies floats, of both 256-bit paths: cells of rows of floats, of grids, and of runs where integers do not
- * suffice; logits; states. It needs what AVX2 has.
+ * suffice; rows, logits, states. It needs what AVX2 has.
  */
 #include "kernels/kernels.h"
 
@@ -27,6 +27,8 @@ void weighted_sum_of_runs_avx256(const kvedge_probabilities *p, const kvedge_til
                                  const kvedge_accumulators *to) {
   weighted_sum_of_runs_portable(p, values, to);
 }
+
+#include "kernels/avx256/rows.h"
 
 #define STATE_FLOATS 8
 #define state_multiply_add(a, b, c) _mm256_fmadd_ps(a, b, c)

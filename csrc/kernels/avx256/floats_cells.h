@@ -17,6 +17,7 @@ KVEDGE_CELL_OF_FLOATS(of_grids)
 KVEDGE_CELL_OF_FLOATS(of_runs)
 #undef KVEDGE_CELL_OF_FLOATS
 
+extern const kvedge_row_kernels kvedge_rows_avx256;
 extern const kvedge_logit_kernels kvedge_logits_avx256;
 extern const kvedge_state_kernels kvedge_states_avx256;
 

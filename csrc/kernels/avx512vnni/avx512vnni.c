@@ -290,8 +290,19 @@ static void encode_query_of_int4_avx512vnni(const float *x, int dim, float facto
 #define state_multiply_add(a, b, c) _mm512_fmadd_ps(a, b, c)
 #include "kernels/states.h"
 
-static const kvedge_logit_kernels kvedge_logits = KVEDGE_LOGIT_KERNELS;
-static const kvedge_state_kernels kvedge_states = KVEDGE_STATE_KERNELS;
+static const kvedge_row_kernels path_rows = {
+    .abs_max_bits = abs_max_bits_avx512vnni,
+    .quantize = quantize_avx512vnni,
+    .dequantize = dequantize_portable,
+    .transpose_scales = transpose_scales_avx512vnni,
+    .softmax = softmax_avx512vnni,
+    .heavy_blocks = heavy_blocks_avx512vnni,
+    .merge_row = merge_row_portable,
+    .scale_row = scale_row_portable,
+    .read_bytes = read_bytes_avx512vnni,
+};
+static const kvedge_logit_kernels path_logits = KVEDGE_LOGIT_KERNELS;
+static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
 
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
@@ -316,17 +327,9 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},
     .grids = KVEDGE_GRIDS_CELL,
     .runs = {.scores = scores_of_runs_avx512vnni, .weighted_sum = weighted_sum_of_runs_avx512vnni},
-    .abs_max_bits = abs_max_bits_avx512vnni,
-    .quantize = quantize_avx512vnni,
-    .dequantize = dequantize_portable,
-    .transpose_scales = transpose_scales_avx512vnni,
-    .softmax = softmax_avx512vnni,
-    .heavy_blocks = heavy_blocks_avx512vnni,
-    .logits = &kvedge_logits,
-    .merge_row = merge_row_portable,
-    .scale_row = scale_row_portable,
-    .states = &kvedge_states,
-    .read_bytes = read_bytes_avx512vnni,
+    .rows = &path_rows,
+    .logits = &path_logits,
+    .states = &path_states,
     .multiply = multiply_avx512vnni,
 };
 KVEDGE_TARGET_END

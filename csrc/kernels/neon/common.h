@@ -443,8 +443,19 @@ enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in t
 #endif
 #include "kernels/states.h"
 
-static const kvedge_logit_kernels kvedge_logits = KVEDGE_LOGIT_KERNELS;
-static const kvedge_state_kernels kvedge_states = KVEDGE_STATE_KERNELS;
+static const kvedge_row_kernels path_rows = {
+    .abs_max_bits = abs_max_bits_neon,
+    .quantize = quantize_neon,
+    .dequantize = dequantize_neon,
+    .transpose_scales = transpose_scales_neon,
+    .softmax = softmax_neon,
+    .heavy_blocks = heavy_blocks_neon,
+    .merge_row = merge_row_portable,
+    .scale_row = scale_row_portable,
+    .read_bytes = read_bytes_neon,
+};
+static const kvedge_logit_kernels path_logits = KVEDGE_LOGIT_KERNELS;
+static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
 
 #define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, multiplied)                                         \
   {                                                                                                                    \
@@ -458,17 +469,9 @@ static const kvedge_state_kernels kvedge_states = KVEDGE_STATE_KERNELS;
                  [KVEDGE_FP8_E4M3] = KVEDGE_NEON_CELL(fp8_e4m3),                                                        \
                  [KVEDGE_FP8_E5M2] = KVEDGE_NEON_CELL(fp8_e5m2)},                                                       \
       .runs = of_runs,                                                                                                 \
-      .abs_max_bits = abs_max_bits_neon,                                                                               \
-      .quantize = quantize_neon,                                                                                       \
-      .dequantize = dequantize_neon,                                                                                   \
-      .transpose_scales = transpose_scales_neon,                                                                       \
-      .softmax = softmax_neon,                                                                                         \
-      .heavy_blocks = heavy_blocks_neon,                                                                               \
-      .logits = &kvedge_logits,                                                                                        \
-      .merge_row = merge_row_portable,                                                                                 \
-      .scale_row = scale_row_portable,                                                                                 \
-      .states = &kvedge_states,                                                                                        \
-      .read_bytes = read_bytes_neon,                                                                                   \
+      .rows = &path_rows,                                                                                              \
+      .logits = &path_logits,                                                                                          \
+      .states = &path_states,                                                                                          \
       .multiply = multiplied,                                                                                          \
 }
 

@@ -58,8 +58,19 @@ KVEDGE_INT4_FUNCTIONS(scalar, scores_int8_scalar, weighted_sum_int8_scalar)
 #define STATE_FLOATS 4
 #include "kernels/states.h"
 
-static const kvedge_logit_kernels kvedge_logits = KVEDGE_LOGIT_KERNELS;
-static const kvedge_state_kernels kvedge_states = KVEDGE_STATE_KERNELS;
+static const kvedge_row_kernels path_rows = {
+    .abs_max_bits = abs_max_bits_scalar,
+    .quantize = quantize_scalar,
+    .dequantize = dequantize_portable,
+    .transpose_scales = transpose_scales_portable,
+    .softmax = softmax_portable,
+    .heavy_blocks = heavy_blocks_portable,
+    .merge_row = merge_row_portable,
+    .scale_row = scale_row_portable,
+    .read_bytes = read_bytes_portable,
+};
+static const kvedge_logit_kernels path_logits = KVEDGE_LOGIT_KERNELS;
+static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
 
 #define DITHER_2(n) (n - 127.5f) / 256, (n + 0.5f) / 256
 #define DITHER_4(n) DITHER_2(n), DITHER_2(n + 64)
@@ -77,16 +88,8 @@ const kvedge_kernels kvedge_kernels_scalar = {
                [KVEDGE_INT4] = {.scores = scores_int4_scalar, .weighted_sum = weighted_sum_int4_scalar},
                [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)},
     .runs = KVEDGE_RUNS_PORTABLE,
-    .abs_max_bits = abs_max_bits_scalar,
-    .quantize = quantize_scalar,
-    .dequantize = dequantize_portable,
-    .transpose_scales = transpose_scales_portable,
-    .softmax = softmax_portable,
-    .heavy_blocks = heavy_blocks_portable,
-    .logits = &kvedge_logits,
-    .merge_row = merge_row_portable,
-    .scale_row = scale_row_portable,
-    .states = &kvedge_states,
-    .read_bytes = read_bytes_portable,
+    .rows = &path_rows,
+    .logits = &path_logits,
+    .states = &path_states,
     .multiply = multiply_portable,
 };
