@@ -186,9 +186,7 @@ class KvedgeCache(Cache):
 
     def _begin_step(self, length: int, tokens: int) -> None:
         """Evict what is due and take a checkpoint, unless the last step may be taken back."""
-        may_go = not self._is_cropped and any(
-            getattr(layer, "record_past", False) for layer in self.layers
-        )
+        may_go = not self._is_cropped and self._records_past
         self._is_cropped = False
         if not may_go:
             self._evict(tokens)
@@ -266,7 +264,8 @@ class KvedgeCache(Cache):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Drop the last tokens, as the installed transformers means the number.
 
-        Where a state or a window cannot go back by itself there must be a checkpoint.
+        Where there is a checkpoint of that length the cache is as it was then, bit for bit. There
+        must be one where a state or a window cannot go back by itself.
 
         Raises
         ------
@@ -277,13 +276,19 @@ class KvedgeCache(Cache):
         (number,) = (*args, *kwargs.values())
         kept = self._options.tokens_after_crop(number, length)
         self._is_cropped = True
-        if kept < length and session.why_not_back(self, kept, length) is not None:
+        was_there = kept in self.checkpoints and not self._records_past
+        if kept < length and (was_there or session.why_not_back(self, kept, length) is not None):
             session.go_back_to_checkpoint(self, kept, length, exactly=True)
             self._drafts.clear()
             return
         super().crop(*args, **kwargs)
         self._drafts.go_back(self.layers, length - kept)
         self._checkpoints.drop_after(kept)
+
+    @property
+    def _records_past(self) -> bool:
+        """Whether steps may be drafts, of which layers keep what taking them back needs."""
+        return any(getattr(layer, "record_past", False) for layer in self.layers)
 
     @property
     def is_croppable(self) -> bool:

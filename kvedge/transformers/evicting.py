@@ -166,8 +166,12 @@ class KvedgeEvictingLayer(KvedgeLayer):
             for name, array in attended.arrays.items()
         }
 
-    def loaded(self, evicted: list[int], tensors: dict[str, torch.Tensor]) -> None:
+    def loaded(
+        self, evicted: list[int], at: list[int] | None, tensors: dict[str, torch.Tensor]
+    ) -> None:
         """Let rows that were read from a file have lost so many tokens each, and note queries.
+
+        They went when rows ended `at` these positions; None: when they ended as they do now.
 
         Raises
         ------
@@ -175,8 +179,12 @@ class KvedgeEvictingLayer(KvedgeLayer):
             That makes no sense.
         """
         self.lose_before(evicted)
-        for row, gone in zip(self.rows, evicted, strict=True):
-            store_of(row).evicted_at = store_of(row).end() if gone else 0
+        stores = [store_of(row) for row in self.rows]
+        ends = [store.end() for store in stores] if at is None else at
+        for store, gone, end in zip(stores, evicted, ends, strict=True):
+            if not gone <= end <= store.end():
+                raise ValueError(f"{gone} tokens were not evicted at position {end}")
+            store.evicted_at = end if gone else 0
         noted: list[dict[str, np.ndarray]] = [{} for _ in self.rows]
         for name, tensor in tensors.items():
             row, _, own = name.partition(".")

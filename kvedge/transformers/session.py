@@ -297,6 +297,7 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
         dropped = [row.num_dropped for row in layer.rows]
         if isinstance(layer, KvedgeEvictingLayer):
             layers[number]["evicted"] = dropped
+            layers[number]["evicted_at"] = [store_of(row).evicted_at for row in layer.rows]
         elif any(dropped):
             layers[number]["dropped"] = dropped
         settled = [store_of(row).key_rule.scale_is_settled for row in layer.rows]
@@ -545,7 +546,7 @@ def fill(cache: Any, saved: Saved, path: Any) -> None:
                 begin = f"layers.{index}.attended."
                 names = [name for name in saved.states if name.startswith(begin)]
                 noted = {name.removeprefix(begin): saved.states[name] for name in names}
-                layer.loaded(of_rows["evicted"], noted)
+                layer.loaded(of_rows["evicted"], of_rows.get("evicted_at"), noted)
             layer.padding = _padding(of_rows, layer.rows)
             layer.dtype = getattr(torch, of_rows["dtype"])
             layer.is_initialized = True

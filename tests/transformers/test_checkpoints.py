@@ -4,8 +4,8 @@ import copy
 import itertools
 
 import pytest
-from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
-from tiny_structures import structure_of
+from tiny_models import KvedgeCache, prompt, torch, transformers
+from tiny_structures import model_of
 
 from kvedge.errors import CorruptFileError
 from kvedge.transformers.checkpoints import Checkpoints
@@ -19,14 +19,6 @@ NAMES = ["Qwen3_5Text", "Qwen3Next", "Lfm2", "GraniteMoeHybrid", "FalconH1", "Ja
 OPTIONS = [{"dtype": "float32"}, {"dtype": "kivi4", "recent": 20}, {"dtype": "int4", "recent": 9}]
 
 
-def model_of(name):
-    if name == "gemma2":
-        return tiny_model(name)
-    model, _, _ = structure_of(name)
-    model.set_attn_implementation("kvedge")
-    return model
-
-
 def step(model, cache, ids):
     """The logits of what comes next; ids are computed at once."""
     with torch.no_grad():
@@ -34,7 +26,7 @@ def step(model, cache, ids):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "llama"])
 def test_going_back_to_a_checkpoint_leaves_no_trace(name, options):
     model = model_of(name)
     ids, other = prompt(2, 300)["input_ids"], prompt(2, 300, seed=1)["input_ids"]

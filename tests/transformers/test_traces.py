@@ -165,7 +165,7 @@ def run(data, name, steps):
             at = data.draw(st.integers(0, len(talks) - 1), label="talk")
             talk = talks[at]
             move = data.draw(st.sampled_from(MOVES), label="move")
-            ids = prompt(batch, data.draw(st.sampled_from([1, 2, 11, 40])), seed=len(talk.steps))
+            ids = prompt(batch, data.draw(st.sampled_from([1, 2, 11, 100])), seed=len(talk.steps))
             ids = ids["input_ids"]
             if move == "step":
                 talk.step(ids)
