@@ -266,8 +266,11 @@ class CacheState:
                 reset(state)
         if not length and any(store.held().num_dropped for store in self.stores):
             self.forget_bytes()
-        for store in self.stores:
+        for index, store in self.numbered():
             set_end(store, length)
+            if keys.gone_back(store):
+                self.overwrites.add(length)
+                self.high_water[index] = length
         self.length = length
 
     def forget_bytes(self) -> None:

@@ -169,6 +169,8 @@ def _check(options: argparse.Namespace) -> None:
         options.tokens = -1 if options.chat else _DEFAULT_TOKENS
     if options.hf is None and (options.gguf is not None or options.no_chat):
         raise UsageError("--gguf and --no-chat are for --hf DIR")
+    if options.hf is None and options.state_dtype is not None:
+        raise UsageError("--state-dtype is for models with states, which run with --hf DIR alone")
     if options.hf is not None and options.samplers is not None:
         raise UsageError("--samplers is for --model: transformers has an order of its own")
     if options.compare:

@@ -35,6 +35,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--gguf", metavar="FILE", help="GGUF file in that folder, which transformers loads"
     )
     group.add_argument(
+        "--state-dtype",
+        metavar="TYPE",
+        choices=["float32", "bfloat16", "int8"],
+        help="what recurrent states are kept as between tokens, in a model that has such: float32, "
+        "bfloat16 or int8 (default: what the model computes)",
+    )
+    group.add_argument(
         "--no-chat", action="store_true", help="give the prompt as it is, without a chat template"
     )
 
@@ -62,6 +69,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         precision_bits=options.precision_bits,
         tolerance=options.tolerance,
         eviction=options.evict,
+        state_dtype=options.state_dtype,
         **over,
         **stored,
     )

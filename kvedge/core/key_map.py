@@ -23,6 +23,7 @@ __all__ = [
     "NO_MAP",
     "KeyMap",
     "KeyRule",
+    "KeysBefore",
     "key_offset_of",
     "key_scale_of",
     "same_vector",
@@ -86,12 +87,34 @@ def same_vector(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return np.array_equal(one, other)
 
 
+class KeysBefore(NamedTuple):
+    """The first keys of a layer as they were stored until its scale was settled, and as since.
+
+    Going back to so few tokens gives them back, and what a longer text decided is forgotten.
+    """
+
+    key_map: KeyMap
+    rows: tuple[np.ndarray, np.ndarray]  # codes and scales, fewer than LEAST_TOKENS tokens
+    since: tuple[np.ndarray, np.ndarray]  # the same keys under the map that was settled
+
+    def knows(self, rows: tuple[np.ndarray, np.ndarray]) -> bool:
+        """Whether first rows are those that it has others for."""
+        n = len(rows[0])
+        return n <= len(self.rows[0]) and all(
+            np.array_equal(one, other[:n]) for one, other in zip(rows, self.since, strict=True)
+        )
+
+
 class KeyRule(NamedTuple):
     """What of a layer's key map its first tokens decide."""
 
     auto_offset: bool = False  # at the first append
     auto_scale: bool = False  # at the first append, and again where that had few tokens
     scale_is_settled: bool = False  # the scale stays from now on
+    before: KeysBefore | None = None  # where that changed what was stored
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return KeyRule, tuple(self[: 3 if self.before is None else 4])  # as earlier versions read
 
     @classmethod
     def of_any(cls, rules: Iterable[KeyRule]) -> KeyRule:

@@ -27,6 +27,7 @@ _NOT_A_CHOICE = (
     "max_seq_len",
 )
 _EVICTION = "eviction_"  # before the names of Eviction's options
+_STATES = "state_dtype"  # an argument of KvedgeCache
 _ATTENTION = ("precision_bits", "tolerance")  # arguments of attend(), not of the cache
 
 # What is compared unless asked otherwise, beside every format as it is.
@@ -65,9 +66,10 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
         ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=`` and without
         ``:`` is a further option of the format before it. Options are arguments of
         :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``;
-        ``eviction=heavy,eviction_tokens=512`` are those of :class:`kvedge.Eviction`. Or the
-        file of a :class:`kvedge.LayerPolicy`, whose name ends with ``.json``; of options it takes
-        those of ``attend``.
+        ``eviction=heavy,eviction_tokens=512`` are those of :class:`kvedge.Eviction`;
+        ``state_dtype=bfloat16`` is for models of transformers with states. Or the file of a
+        :class:`kvedge.LayerPolicy`, whose name ends with ``.json``; of options it takes those of
+        ``attend``.
 
     Returns
     -------
@@ -142,7 +144,7 @@ def _parse(name: str) -> CacheChoice:
 
 def _cache_options() -> list[str]:
     parameters = inspect.signature(KVCache).parameters
-    return [name for name in parameters if name not in _NOT_A_CHOICE]
+    return [name for name in parameters if name not in _NOT_A_CHOICE] + [_STATES]
 
 
 def _value(text: str) -> Any:

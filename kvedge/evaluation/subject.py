@@ -131,6 +131,11 @@ class LlamaSubject:
 class _LlamaReader:
     def __init__(self, subject: LlamaSubject, choice: CacheChoice) -> None:
         self._model = subject.model
+        if "state_dtype" in choice.cache_options:
+            raise InvalidArgumentError(
+                f"{choice.name!r}: state_dtype is for models with recurrent states, which kvedge "
+                "runs by transformers alone: kvedge eval --hf DIR"
+            )
         self._cache: Any = subject.model.new_cache(choice.dtype, **choice.cache_options)
         self._options = {"num_threads": subject.num_threads, **choice.attention_options}
 

@@ -85,8 +85,8 @@ def fill(
 def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
     """An independent store with the same tokens and capacity; it belongs to no cache.
 
-    With `num_dropped` so many tokens have been evicted before it, which the other may not know of:
-    of runs a multiple of 32 more or fewer.
+    With `num_dropped` so many tokens have gone before it, which the other may not know of: of runs
+    a multiple of 32 more or fewer.
     """
     held, config = store.held(), store.config  # in this order: a writer may replace both
     # It may have moved to fewer rows since.
@@ -94,9 +94,12 @@ def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
     other = new_store(type(store), replace(config, capacity=rows))
     end = held.num_dropped + held.num_tokens
     parts = contents_of(held, config, held.num_dropped, end, copy=False)
-    dropped = held.num_dropped if num_dropped is None else num_dropped
-    fill(other, held.tokens, store.key_map, store.key_rule, dropped, parts, store.turns)
-    other.evicted_at = store.evicted_at if num_dropped is None else other.end()
+    key_map, rule, dropped = store.key_map, store.key_rule, held.num_dropped
+    if num_dropped is not None:
+        dropped = num_dropped
+        rule = rule.held_by(key_map, dropped + held.num_tokens)
+    fill(other, held.tokens, key_map, rule, dropped, parts, store.turns)
+    other.evicted_at = store.evicted_at
     return other
 
 
@@ -133,3 +136,4 @@ def return_to_mark(store: LayerStore, mark: RowMark) -> None:
     if mark.last is not None:
         assert isinstance(store.parts, LayerParts)
         store.parts.return_to_last(mark.last, store.end())
+    keys.gone_back(store)

@@ -12,13 +12,24 @@ from kvedge.core.key_map import (
     LEAST_TOKENS,
     KeyMap,
     KeyRule,
+    KeysBefore,
     key_offset_of,
     key_scale_of,
 )
 from kvedge.core.memory import Held
 from kvedge.layer.store import LayerStore, PartsState, SavedRows, scratch_store
 
-__all__ = ["Mark", "decide", "encode_anew", "mark", "return_to", "rule_of", "store_as"]
+__all__ = [
+    "Mark",
+    "decide",
+    "encode_anew",
+    "gone_back",
+    "mark",
+    "return_to",
+    "rule_of",
+    "settle",
+    "store_as",
+]
 
 Mark: TypeAlias = "tuple[object, KeyRule, PartsState | None, SavedRows | None]"
 
@@ -47,6 +58,7 @@ def decide(store: LayerStore, keys: np.ndarray) -> None:
     What is stored already is encoded anew. Keys are those that are stored: turned back.
     """
     key_map, rule, held = store.key_map, store.key_rule, store.held()
+    old = _first_rows(held)
     if rule.auto_offset and key_map.offset is None:
         key_map = key_map._replace(offset=key_offset_of(keys))
     if rule.auto_scale and not rule.scale_is_settled:
@@ -63,8 +75,45 @@ def decide(store: LayerStore, keys: np.ndarray) -> None:
             key_map = key_map._replace(scale=scale)
         rule = rule._replace(scale_is_settled=settled)
     if held.start or held.num_tokens:
+        former = store.key_map
         encode_anew(store, key_map, held)
+        if rule.before is None and not held.num_dropped and len(old[0]) < LEAST_TOKENS:
+            rows = (old[0].copy(), old[1].copy())
+            rule = rule._replace(before=KeysBefore(former, rows, _first_rows(store.held())))
     store_as(store, key_map, rule)
+
+
+def _first_rows(held: Held) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of the keys that are held."""
+    return held.tokens.key_codes, held.tokens.key_scales
+
+
+def gone_back(store: LayerStore) -> bool:
+    """Let a layer that went to fewer tokens store them as it did when these were all.
+
+    That is where later ones had settled the key scale, and have all gone.
+
+    Returns
+    -------
+    bool
+        Whether its keys are stored otherwise now.
+    """
+    rule, held = store.key_rule, store.held()
+    before, n = rule.before, held.num_tokens
+    if before is None or held.num_dropped or not before.knows(_first_rows(held)):
+        return False
+    slabs = memory.reserve_slabs(store.config)
+    codes, scales = before.rows
+    tokens = held.tokens._replace(key_codes=codes[:n], key_scales=scales[:n])
+    memory.copy_tokens(tokens, slabs, n)
+    store.bind(slabs, store.config, before.key_map)
+    store_as(store, before.key_map, KeyRule(rule.auto_offset, rule.auto_scale))
+    return True
+
+
+def settle(store: LayerStore, settled: bool) -> None:
+    """Let an automatic key scale stay as it is from now on, or not."""
+    store_as(store, store.key_map, store.key_rule._replace(scale_is_settled=settled))
 
 
 def encode_anew(store: LayerStore, key_map: KeyMap, held: Held) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import warnings
@@ -185,9 +186,7 @@ class KvedgeCache(Cache):
 
     def _begin_step(self, length: int, tokens: int) -> None:
         """Evict what is due and take a checkpoint, unless the last step may be taken back."""
-        may_go = not self._is_cropped and any(
-            getattr(layer, "record_past", False) for layer in self.layers
-        )
+        may_go = not self._is_cropped and self._records_past
         self._is_cropped = False
         if not may_go:
             self._evict(tokens)
@@ -265,7 +264,8 @@ class KvedgeCache(Cache):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Drop the last tokens, as the installed transformers means the number.
 
-        Where a state or a window cannot go back by itself there must be a checkpoint.
+        Where there is a checkpoint of that length the cache is as it was then, bit for bit. There
+        must be one where a state or a window cannot go back by itself.
 
         Raises
         ------
@@ -276,7 +276,8 @@ class KvedgeCache(Cache):
         (number,) = (*args, *kwargs.values())
         kept = self._options.tokens_after_crop(number, length)
         self._is_cropped = True
-        if kept < length and session.why_not_back(self, kept, length) is not None:
+        was_there = kept in self.checkpoints and not self._records_past
+        if kept < length and (was_there or session.why_not_back(self, kept, length) is not None):
             session.go_back_to_checkpoint(self, kept, length, exactly=True)
             self._drafts.clear()
             return
@@ -285,12 +286,27 @@ class KvedgeCache(Cache):
         self._checkpoints.drop_after(kept)
 
     @property
+    def _records_past(self) -> bool:
+        """Whether steps may be drafts, of which layers keep what taking them back needs."""
+        return any(getattr(layer, "record_past", False) for layer in self.layers)
+
+    @property
     def is_croppable(self) -> bool:
         """Whether :meth:`crop` can take back the last tokens of a draft in all layers."""
         return all(
             layer.is_croppable or (states.has_state(layer) and self._drafts.knows(index))
             for index, layer in enumerate(self.layers)
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A branch: it shares rows and states of each layer until one of both changes them."""
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        for layer in filter(states.has_state, self.layers):
+            states.share(layer, memo)
+        for name, value in vars(self).items():
+            setattr(other, name, copy.deepcopy(value, memo))
+        return other
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Rearrange the sequences; checkpoints go."""

@@ -86,9 +86,10 @@ def go_back(layers: list[Any], to: Checkpoint) -> None:
             layer.padding = list(rows.padding)
             layer.forget_begun()
         if isinstance(rows, _Window):
-            layer.rows = [row.copy() for row in rows.rows]
+            layer.put_rows([row.copy() for row in rows.rows])
             layer.cumulative_length = rows.cumulative_length
         elif rows is not None:
+            layer.own_rows()
             for row, mark in zip(layer.rows, rows.marks, strict=True):
                 return_to_mark(store_of(row), mark)
             if rows.attended is not None:

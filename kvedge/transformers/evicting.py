@@ -14,8 +14,7 @@ import torch
 from kvedge.errors import InvalidArgumentError
 from kvedge.eviction import Attended, Eviction
 from kvedge.layer import evicting
-from kvedge.layer.copies import copy_of
-from kvedge.layer.layer import layer_over, store_of
+from kvedge.layer.layer import store_of
 from kvedge.transformers.layers import KvedgeLayer
 from kvedge.transformers.options import StoreOptions
 
@@ -107,9 +106,11 @@ class KvedgeEvictingLayer(KvedgeLayer):
 
     def evict(self, tokens: int, more: int) -> bool:
         """Let rows hold `tokens` at most before `more` come; whether any token went."""
-        evicted = False
+        evicted, one = False, self._eviction
+        if any(one.is_due(len(row), more, tokens) for row in self.rows):
+            self.own_rows()
         for row, attended in zip(self.rows, self.attended, strict=True):
-            store, one = store_of(row), self._eviction
+            store = store_of(row)
             if not one.is_due(len(row), more, tokens):
                 continue
             one.check(store.config, tokens)
@@ -143,6 +144,7 @@ class KvedgeEvictingLayer(KvedgeLayer):
         why = self.why_not_back(held)
         if why is not None:
             raise InvalidArgumentError(f"{why}. reset() the cache and compute the prompt anew")
+        self.own_rows()
         self.version += 1
         self.forget_begun()
         for row, gap, attended in zip(self.rows, self.padding, self.attended, strict=True):
@@ -164,20 +166,25 @@ class KvedgeEvictingLayer(KvedgeLayer):
             for name, array in attended.arrays.items()
         }
 
-    def loaded(self, evicted: list[int], tensors: dict[str, torch.Tensor]) -> None:
+    def loaded(
+        self, evicted: list[int], at: list[int] | None, tensors: dict[str, torch.Tensor]
+    ) -> None:
         """Let rows that were read from a file have lost so many tokens each, and note queries.
+
+        They went when rows ended `at` these positions; None: when they ended as they do now.
 
         Raises
         ------
         KeyError, TypeError, ValueError
             That makes no sense.
         """
-        if len(evicted) != len(self.rows) or any(type(n) is not int or n < 0 for n in evicted):
-            raise ValueError(f"{evicted} are no numbers of evicted tokens of {len(self.rows)} rows")
-        self.rows = [
-            layer_over(type(row), copy_of(store_of(row), n)) if n else row
-            for row, n in zip(self.rows, evicted, strict=True)
-        ]
+        self.lose_before(evicted)
+        stores = [store_of(row) for row in self.rows]
+        ends = [store.end() for store in stores] if at is None else at
+        for store, gone, end in zip(stores, evicted, ends, strict=True):
+            if not gone <= end <= store.end():
+                raise ValueError(f"{gone} tokens were not evicted at position {end}")
+            store.evicted_at = end if gone else 0
         noted: list[dict[str, np.ndarray]] = [{} for _ in self.rows]
         for name, tensor in tensors.items():
             row, _, own = name.partition(".")

@@ -126,8 +126,7 @@ class Int8States(dict[int, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Int8States:
         self.loan.take_back()
-        states = {index: None if kept is None else kept.clone() for index, kept in self.items()}
-        return Int8States(states, copy.deepcopy(self.loan, memo))
+        return Int8States(dict(self.items()), copy.deepcopy(self.loan, memo))
 
 
 class KeepsStates:

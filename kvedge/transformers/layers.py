@@ -12,17 +12,23 @@ to; the layer counts what is left out.
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvedge import append_batch, attend_batch
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import token_bytes
 from kvedge.errors import InvalidArgumentError, KvedgeError, LayoutError, ShapeMismatchError
-from kvedge.layer.layer import store_of
+from kvedge.layer.copies import copy_of
+from kvedge.layer.layer import layer_over, store_of
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
+
+_owning = threading.Lock()  # held while a layer looks whether others have its rows, and copies them
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 
@@ -78,6 +84,7 @@ class KvedgeLayer(CacheLayerMixin):
         self._index = index  # in the model
         self.version = 0  # raised by whatever changes the rows
         self.rows: list[Any] = []  # kvedge layers, one for each sequence
+        self._holders: weakref.WeakSet[Any] | None = None  # layers whose rows these are; None: own
         self.padding: list[int] = []  # of each row: tokens before its first one, which are not held
         self._begun: Begun | None = None  # the tokens that came last, where rows began with them
         self.dtype: torch.dtype | None = None
@@ -93,7 +100,8 @@ class KvedgeLayer(CacheLayerMixin):
         self._check_states(key_states, value_states)
         batch, heads, _, head_dim = key_states.shape
         self.dtype = key_states.dtype
-        self.rows = [self._new_row(heads, head_dim, value_states.shape[3]) for _ in range(batch)]
+        width = value_states.shape[3]
+        self.put_rows([self._new_row(heads, head_dim, width) for _ in range(batch)])
         self.padding = [0] * batch
         self.is_initialized = True
 
@@ -129,6 +137,7 @@ class KvedgeLayer(CacheLayerMixin):
                     "or make another"
                 )
             self.lazy_initialization(key_states, value_states)
+        self.own_rows()
         self._make_room(tokens)
         held = list(map(len, self.rows))
         _append(self.rows, key_states, value_states)
@@ -403,7 +412,8 @@ class KvedgeLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Drop all tokens; the next may be of another batch."""
         self.version += 1
-        self.rows, self.padding, self._begun = [], [], None
+        self.put_rows([])
+        self.padding, self._begun = [], None
         self.is_initialized = False
 
     def crop(self, length: int) -> None:
@@ -421,15 +431,37 @@ class KvedgeLayer(CacheLayerMixin):
 
     def _truncate(self, held: int) -> None:
         """Hold the first tokens only, padding included."""
+        self.own_rows()
         self.version += 1
         self._begun = None
         for row, gap in zip(self.rows, self.padding, strict=True):
-            row.truncate(max(held - gap, 0))
+            if held > gap or row.num_dropped:
+                row.truncate(max(held - gap, 0))
+            else:
+                row.clear()  # a text begins anew, and what its first tokens decide
         self.padding = [min(gap, held) for gap in self.padding]
 
     def forget_begun(self) -> None:
         """Let the rows stand as they are, also those that began with the last tokens."""
         self._begun = None
+
+    def lose_before(self, dropped: list[int]) -> None:
+        """Let rows that were read from a file have dropped so many tokens each.
+
+        What goes by positions, such as a key scale that the first tokens settle, is then as it was.
+
+        Raises
+        ------
+        TypeError, ValueError
+            That makes no sense.
+        """
+        if len(dropped) != len(self.rows) or any(type(n) is not int or n < 0 for n in dropped):
+            raise ValueError(f"{dropped} are no numbers of dropped tokens of {len(self.rows)} rows")
+        for i, (row, gone) in enumerate(zip(self.rows, dropped, strict=True)):
+            if gone != row.num_dropped:
+                if store_of(row).config.in_runs and (gone - row.num_dropped) % RUN:
+                    raise ValueError(f"{gone} dropped tokens are none of row {i}, which is of runs")
+                self.rows[i] = layer_over(type(row), copy_of(store_of(row), gone))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i be a copy of what row ``beam_idx[i]`` is."""
@@ -466,13 +498,35 @@ class KvedgeLayer(CacheLayerMixin):
         """Do nothing: rows are in the CPU's memory."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvedgeLayer:
-        """Copy the rows; options are shared."""
+        """A branch: options are shared, and rows until one of both changes its own."""
         other = copy.copy(self)
         memo[id(self)] = other
         for name, value in vars(self).items():
-            if name not in self._not_copied:
+            if name not in (*self._not_copied, "rows", "_holders"):
                 setattr(other, name, copy.deepcopy(value, memo))
+        other.rows = [*self.rows]
+        with _owning:
+            if self._holders is None:
+                self._holders = weakref.WeakSet([self])
+            self._holders.add(other)
+            other._holders = self._holders
         return other
+
+    def own_rows(self) -> None:
+        """Have rows that no branch reads: they are about to change."""
+        if self._holders is not None:
+            with _owning:
+                self._holders.discard(self)
+                if self._holders:
+                    self.rows = [row.copy() for row in self.rows]
+                self._holders = None
+
+    def put_rows(self, rows: list[Any]) -> None:
+        """Have other rows, which nobody else has."""
+        self.rows, self._holders = rows, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_holders": None}
 
 
 class Begun(NamedTuple):
@@ -571,6 +625,7 @@ class KvedgeSlidingLayer(KvedgeLayer):
         """Keep the tokens that the next query may read, no others."""
         extra = self.num_held - (self.sliding_window - 1)
         if extra > 0:
+            self.own_rows()
             self.version += 1
             self._begun = None
             for row, gap in zip(self.rows, self.padding, strict=True):

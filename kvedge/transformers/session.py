@@ -33,6 +33,7 @@ from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, S
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.files.replacing import check_folder, locked, remove_abandoned, replacing
 from kvedge.files.session import save as save_session
+from kvedge.layer.keys import settle
 from kvedge.layer.layer import store_of
 from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
@@ -293,8 +294,15 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
             "dtype": str(layer.dtype).removeprefix("torch."),
             "rows": [places[id(row)] for row in layer.rows],
         }
+        dropped = [row.num_dropped for row in layer.rows]
         if isinstance(layer, KvedgeEvictingLayer):
-            layers[number]["evicted"] = [row.num_dropped for row in layer.rows]
+            layers[number]["evicted"] = dropped
+            layers[number]["evicted_at"] = [store_of(row).evicted_at for row in layer.rows]
+        elif any(dropped):
+            layers[number]["dropped"] = dropped
+        settled = [store_of(row).key_rule.scale_is_settled for row in layer.rows]
+        if any(settled):
+            layers[number]["settled"] = settled
         if any(layer.padding):
             layers[number]["padding"] = layer.padding
     padded = any(layer and "padding" in layer for layer in layers)
@@ -513,6 +521,13 @@ def _padding(of_layer: dict[str, Any], rows: list[Any]) -> list[int]:
     return padding
 
 
+def _gone(layer: KvedgeSlidingLayer) -> list[int]:
+    """Tokens that rows of a window have dropped, where a file does not say."""
+    seen = layer.cumulative_length
+    gone = [seen - gap - len(row) for row, gap in zip(layer.rows, layer.padding, strict=True)]
+    return [n - (n - row.num_dropped) % RUN for row, n in zip(layer.rows, gone, strict=True)]
+
+
 def fill(cache: Any, saved: Saved, path: Any) -> None:
     """Let an empty cache hold what was read."""
     fields, rows = saved.fields, saved.rows
@@ -531,14 +546,16 @@ def fill(cache: Any, saved: Saved, path: Any) -> None:
                 begin = f"layers.{index}.attended."
                 names = [name for name in saved.states if name.startswith(begin)]
                 noted = {name.removeprefix(begin): saved.states[name] for name in names}
-                layer.loaded(of_rows["evicted"], noted)
-                own = layer.rows
-            layer.padding = _padding(of_rows, own)
+                layer.loaded(of_rows["evicted"], of_rows.get("evicted_at"), noted)
+            layer.padding = _padding(of_rows, layer.rows)
             layer.dtype = getattr(torch, of_rows["dtype"])
             layer.is_initialized = True
             layer.version += 1
             if isinstance(layer, KvedgeSlidingLayer):
                 layer.cumulative_length = of_rows["tokens"]
+                layer.lose_before(of_rows.get("dropped") or _gone(layer))
+            for row, settled in zip(layer.rows, of_rows.get("settled", ()), strict=False):
+                settle(store_of(row), bool(settled))
         _fill_states(cache, fields.get("states", {}).get("has_previous", {}), saved.states)
         cache.token_ids = fields["token_ids"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:

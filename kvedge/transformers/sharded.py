@@ -232,6 +232,7 @@ class KvedgeShardedLayer(KvedgeLayer):
     def __deepcopy__(self, memo: dict[int, Any]) -> KvedgeShardedLayer:
         """Copy the rows; options and the group of ranks are shared."""
         other: Any = super().__deepcopy__(memo)
+        other.own_rows()
         other._first = [
             first.copy(store_of(row)) for first, row in zip(self._first, other.rows, strict=True)
         ]

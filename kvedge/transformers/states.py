@@ -13,7 +13,16 @@ from transformers import cache_utils
 
 from kvedge.transformers.kept_states import Int8State, Int8States
 
-__all__ = ["StateMark", "can_have_states", "has_state", "kept", "mark_of", "put"]
+__all__ = [
+    "SharedStates",
+    "StateMark",
+    "can_have_states",
+    "has_state",
+    "kept",
+    "mark_of",
+    "put",
+    "share",
+]
 
 _STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
 
@@ -32,6 +41,40 @@ class StateMark(NamedTuple):
         return sum(0 if state is None else state.nbytes for state in held)
 
 
+class SharedStates(dict[int, Any]):
+    """States by their numbers that a branch has too: who reads one, to write to it, gets a copy."""
+
+    def __init__(self, states: dict[int, Any]) -> None:
+        super().__init__(states)
+        self._shared = {index for index, state in states.items() if state is not None}
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self._shared:
+            self[index] = self.kept(index).clone()
+        return self.kept(index)
+
+    def __setitem__(self, index: int, state: Any) -> None:
+        self._shared.discard(index)
+        super().__setitem__(index, state)
+
+    def kept(self, index: int) -> Any:
+        """A state that nobody is about to write to."""
+        return super().__getitem__(index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self.items()),)
+
+
+def share(layer: Any, memo: dict[int, Any]) -> None:
+    """Let a deep copy with a memo have the states of a layer until either writes to them."""
+    for name in ("conv_states", "recurrent_states"):
+        states = getattr(layer, name)
+        if not isinstance(states, Int8States):  # whose states are replaced, not written to
+            mine = SharedStates(states)
+            memo[id(mine)] = SharedStates(states)
+            setattr(layer, name, mine)
+
+
 def can_have_states() -> bool:
     """Whether caches of the installed transformers have layers with states."""
     return _STATE is not None
@@ -48,7 +91,8 @@ def mark_of(layer: Any) -> StateMark:
     recurrent: dict[int, torch.Tensor | Int8State | None] = dict.fromkeys(layer.recurrent_states)
     for i in conv:
         if layer.is_conv_states_initialized[i]:  # a recorded past is longer than the kernel
-            conv[i] = layer.conv_states[i][..., -layer.conv_kernel_size[i] :].detach().clone()
+            width = layer.conv_kernel_size[i]
+            conv[i] = _held(layer.conv_states, i)[..., -width:].detach().clone()
         if layer.is_recurrent_states_initialized[i]:
             recurrent[i] = kept(layer, i).clone()
     return StateMark(conv, recurrent, dict(layer.has_previous_state))
@@ -56,9 +100,14 @@ def mark_of(layer: Any) -> StateMark:
 
 def kept(layer: Any, index: int) -> torch.Tensor | Int8State:
     """A recurrent state as a layer holds it."""
-    held = layer.recurrent_states
-    state: Any = held.kept(index) if isinstance(held, Int8States) else held[index].detach()
-    return state
+    state: Any = _held(layer.recurrent_states, index)
+    return state.detach() if isinstance(state, torch.Tensor) else state
+
+
+def _held(states: Any, index: int) -> Any:
+    """One of a layer's states as it is held, not to be written to."""
+    shares = isinstance(states, (Int8States, SharedStates))
+    return states.kept(index) if shares else states[index]
 
 
 def put(layer: Any, mark: StateMark) -> None:

@@ -52,6 +52,18 @@ armpy tests/arm/stored_bytes.py > "$env/stored-arm.txt"
 diff "$env/stored-here.txt" "$env/stored-arm.txt" || { echo "run.sh: other bytes than on this machine"; exit 1; }
 echo "the same in $(wc -l < "$env/stored-arm.txt") cases"
 
+echo "== sessions with states, from there to here and from here to there"
+there=$env/sessions-there here=$env/sessions-here
+mkdir -p "$there" "$here"
+armio() { (cd "$copy" && PYTHONPATH=$copy:$env/io "$env/armpy" "$@"); }
+[ -d "$env/io" ] || "$python" -m pip install -q --no-compile --no-deps --target "$env/io" --only-binary=:all: \
+  --platform manylinux2014_aarch64 --python-version 311 --implementation cp safetensors
+PYTHONPATH=$root "$python" "$root/tests/arm/next_tokens.py" save "$here" > "$env/tokens-here.txt"
+armio tests/arm/next_tokens.py go "$here" | diff "$env/tokens-here.txt" -
+armio tests/arm/next_tokens.py save "$there" > "$env/tokens-there.txt"
+PYTHONPATH=$root "$python" "$root/tests/arm/next_tokens.py" go "$there" | diff "$env/tokens-there.txt" -
+echo "the same tokens after $(wc -l < "$env/tokens-here.txt") sessions"
+
 echo "== contract suite"
 tests=(tests/contract tests/states)
 # Left out: what takes long there, or looks at the system's memory, which is this machine's.

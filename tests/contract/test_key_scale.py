@@ -414,3 +414,30 @@ def test_sequences_of_a_pool_with_a_given_one(dtype, rng, tmp_path):
 def test_a_pool_has_no_first_tokens():
     with pytest.raises(errors.InvalidArgumentError, match="key_scale of a pool"):
         KvBlockPool(9, 8, 2, KV_HEADS, D, key_scale="auto")
+
+
+def test_going_back_behind_what_settled_it_gives_the_former_bytes_back():
+    rng = np.random.default_rng(5)
+    keys = rng.standard_normal((30, KV_HEADS, D)).astype(np.float32)
+    keys[3:, :, 7] *= 90  # not to be seen in the first three tokens
+    layer, never = (QuantizedKvLayer(40, KV_HEADS, D, key_scale="auto") for _ in range(2))
+    cache = KVCache(1, KV_HEADS, D, key_scale="auto")
+    for each in (layer, never):
+        each.extend(keys[:3], keys[:3])
+    cache.append(0, keys[:3], keys[:3])
+    cache.advance(3)
+    layer.extend(keys[3:], keys[3:])
+    cache.append(0, keys[3:], keys[3:])
+    cache.advance(27)
+    late = cache.snapshot()
+    assert not np.array_equal(layer.key_scale, never.key_scale)
+    layer = pickle.loads(pickle.dumps(layer)).copy()
+    layer.truncate(3)
+    cache.truncate(3)
+    assert late.is_stale  # its bytes are gone
+    for each in (layer, cache.layer(0)):
+        np.testing.assert_array_equal(each.key_codes, never.key_codes)
+        np.testing.assert_array_equal(each.key_scale, never.key_scale)
+    for each in (layer, never):
+        each.extend(keys[:20], keys[:20])
+    np.testing.assert_array_equal(layer.key_codes, never.key_codes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_models import SIZES, torch, transformers
+from tiny_models import FAMILIES, SIZES, tiny_model, torch, transformers
 
 _MAMBA = {
     "mamba_n_heads": 8,
@@ -170,3 +170,12 @@ def structure_of(name):
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.12)
     return model, fused, kinds
+
+
+def model_of(name):
+    """A tiny model of a family or a structure, with kvedge's attention."""
+    if name in FAMILIES:
+        return tiny_model(name)
+    model, _, _ = structure_of(name)
+    model.set_attn_implementation("kvedge")
+    return model

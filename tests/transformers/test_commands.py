@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_models import torch, transformers
+from tiny_models import SIZES, torch, transformers
+from tiny_structures import STRUCTURES
 
 from kvedge.bench import state_models
 from kvedge.cli import main
@@ -239,3 +240,37 @@ def test_the_benchmark_of_models_with_states_runs(capsys, tmp_path, monkeypatch)
         names = [result["name"] for result in case["results"]]
         assert names == ["plain", "accelerated", "accelerated, KvedgeCache"]
         assert case["results"][0]["speed_of_plain"] == 1.0
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 has no such states")
+def test_states_are_kept_as_the_command_line_says(folder, tmp_path, capsys):
+    target, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(folder, target)
+    (target / "config.json").unlink()
+    for weights in target.glob("*.safetensors"):
+        weights.unlink()
+    torch.manual_seed(0)
+    options = {**SIZES, **STRUCTURES["Qwen3_5Text"][0], "vocab_size": 512}
+    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**options))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.12)
+    model.save_pretrained(target)
+    text.write_text(STORY * 4)
+    arguments = ["--text", str(text), "--tokens", "120", "--window", "60", "--chunk", "8", "--json"]
+    formats = [f"float32:state_dtype={dtype}" for dtype in ("float32", "bfloat16", "int8")]
+    assert main(["eval", "--hf", str(target), *arguments, "--formats", *formats]) == 0
+    exact, same, *fewer = json.loads(capsys.readouterr().out)["formats"]
+    assert exact["kl"] == same["kl"] == 0
+    assert all(0 < each["kl"] < 0.05 for each in fewer)
+    more = ["--prompt", "Once", "--tokens", "3", "--state-dtype", "int8", "--cache", "float32"]
+    assert main(["generate", "--hf", str(target), *more]) == 0
+    for wrong, message in (
+        (["eval", "--hf", str(folder), *arguments, "--formats", formats[1]], "no layer of"),
+        (["eval", "--formats", formats[1]], "kvedge eval --hf DIR"),
+        (["generate", "--state-dtype", "int8"], "which run with --hf DIR alone"),
+        (["generate", "--hf", str(folder), *more], "no layer of LlamaConfig has one"),
+    ):
+        capsys.readouterr()
+        assert main(wrong) == 2
+        assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ from tiny_models import KvedgeCache, prompt, reference_model, tiny_model, torch,
 from tiny_structures import structure_of
 
 from kvedge import InvalidArgumentError
+from kvedge.layer.layer import store_of
 from kvedge.transformers.evicting import KvedgeEvictingLayer
 
 METHODS = [
@@ -115,6 +116,9 @@ def test_a_saved_conversation_goes_on_with_the_same_tokens(method, tmp_path):
     cache.save(tmp_path, out)
     loaded, branch = KvedgeCache.load(tmp_path, model.config), copy.deepcopy(cache)
     assert loaded.eviction == cache.eviction
+    for one, other in zip(evicting(cache), evicting(loaded), strict=True):
+        ends = [[store_of(row).evicted_at for row in each.rows] for each in (one, other)]
+        assert ends[0] == ends[1]
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 13), value=1)
     texts = [
         generate(model, each, {"input_ids": out, "attention_mask": mask})

@@ -295,3 +295,53 @@ def test_conversations_saved_and_loaded_at_once_are_whole(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"dtype": "int4", "recent": 9, "sinks": 9}])
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "mistral"])
+def test_a_loaded_window_is_where_the_saved_one_was(family, options, tmp_path):
+    # windows hold 7 to 15 tokens, from fewer than 16 of which a text takes its key scale
+    model = tiny_model(family)
+    cache = KvedgeCache(model.config, **options)
+    out = generate(model, cache, prompt(2, 30, padding=5)["input_ids"], tokens=9)
+    cache.save(tmp_path, out)
+    loaded = KvedgeCache.load(tmp_path, model.config)
+    for t in range(30):
+        ids = prompt(2, 1, seed=t)["input_ids"]
+        with torch.no_grad():
+            one, other = (model(ids, past_key_values=each).logits for each in (cache, loaded))
+        assert torch.equal(one, other)
+    assert_same_bytes(loaded, cache)
+
+
+def test_what_first_tokens_decided_is_as_open_as_it_was(tmp_path):
+    model = tiny_model("llama")
+    cache, never = (KvedgeCache(model.config, "int8") for _ in range(2))
+    ids = prompt(1, 40)["input_ids"]
+    for each in (cache, never):
+        with torch.no_grad():
+            model(ids[:, :7], past_key_values=each)
+    with torch.no_grad():
+        model(ids[:, 7:], past_key_values=cache)  # settles key scales
+    cache.crop(-33)
+    assert_same_bytes(cache, never)
+    cache.save(tmp_path, ids)
+    loaded = KvedgeCache.load(tmp_path, model.config)
+    for each in (cache, never, loaded):
+        with torch.no_grad():
+            model(ids.flip(1), past_key_values=each)
+    assert_same_bytes(cache, never)
+    assert_same_bytes(loaded, never)
+    cache.crop(-37)  # within what settled the scales: they stay
+    cache.save(tmp_path, ids)
+    loaded = KvedgeCache.load(tmp_path, model.config)
+    for each in (cache, loaded):
+        with torch.no_grad():
+            model(ids, past_key_values=each)
+    assert_same_bytes(loaded, cache)
+    cache.crop(-cache.get_seq_length())
+    never.reset()
+    for each in (cache, never):
+        with torch.no_grad():
+            model(ids.flip(1), past_key_values=each)
+    assert_same_bytes(cache, never)
