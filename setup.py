@@ -298,7 +298,7 @@ def extensions():
                     "-fno-ipa-cp-clone",
                     "-fno-split-loops",
                     "-fno-version-loops-for-strides",
-                    "-fno-tree-partial-pre",
+                    "-fno-tree-pre",
                     "--param=max-completely-peeled-insns=100",
                 ]
             ),
