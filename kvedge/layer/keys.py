@@ -98,10 +98,13 @@ def gone_back(store: LayerStore) -> bool:
     bool
         Whether its keys are stored otherwise now.
     """
-    rule, held = store.key_rule, store.held()
-    before, n = rule.before, held.num_tokens
-    if before is None or held.num_dropped or not before.knows(_first_rows(held)):
+    rule = store.key_rule
+    if rule.before is None:
         return False
+    before, held = rule.before, store.held()
+    if held.num_dropped or not before.knows(_first_rows(held)):
+        return False
+    n = held.num_tokens
     slabs = memory.reserve_slabs(store.config)
     codes, scales = before.rows
     tokens = held.tokens._replace(key_codes=codes[:n], key_scales=scales[:n])
