@@ -58,7 +58,6 @@ def decide(store: LayerStore, keys: np.ndarray) -> None:
     What is stored already is encoded anew. Keys are those that are stored: turned back.
     """
     key_map, rule, held = store.key_map, store.key_rule, store.held()
-    old = _first_rows(held)
     if rule.auto_offset and key_map.offset is None:
         key_map = key_map._replace(offset=key_offset_of(keys))
     if rule.auto_scale and not rule.scale_is_settled:
@@ -75,17 +74,16 @@ def decide(store: LayerStore, keys: np.ndarray) -> None:
             key_map = key_map._replace(scale=scale)
         rule = rule._replace(scale_is_settled=settled)
     if held.start or held.num_tokens:
-        former = store.key_map
+        former, rows = store.key_map, _first_rows(held)
         encode_anew(store, key_map, held)
-        if rule.before is None and not held.num_dropped and len(old[0]) < LEAST_TOKENS:
-            rows = (old[0].copy(), old[1].copy())
+        if not key_map.is_same(former) and not held.num_dropped and len(rows[0]) < LEAST_TOKENS:
             rule = rule._replace(before=KeysBefore(former, rows, _first_rows(store.held())))
     store_as(store, key_map, rule)
 
 
 def _first_rows(held: Held) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of the keys that are held."""
-    return held.tokens.key_codes, held.tokens.key_scales
+    """Codes and scales of the keys that are held, a copy."""
+    return held.tokens.key_codes.copy(), held.tokens.key_scales.copy()
 
 
 def gone_back(store: LayerStore) -> bool:
@@ -98,10 +96,13 @@ def gone_back(store: LayerStore) -> bool:
     bool
         Whether its keys are stored otherwise now.
     """
-    rule, held = store.key_rule, store.held()
-    before, n = rule.before, held.num_tokens
-    if before is None or held.num_dropped or not before.knows(_first_rows(held)):
+    rule = store.key_rule
+    if rule.before is None:
         return False
+    before, held = rule.before, store.held()
+    if held.num_dropped or held.num_tokens >= LEAST_TOKENS or not before.knows(_first_rows(held)):
+        return False
+    n = held.num_tokens
     slabs = memory.reserve_slabs(store.config)
     codes, scales = before.rows
     tokens = held.tokens._replace(key_codes=codes[:n], key_scales=scales[:n])

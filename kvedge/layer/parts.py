@@ -185,6 +185,8 @@ class LayerParts:
             lengths[1] = len(last.store)
         elif n > room - lengths[1] or room > last_rows(self._whole.config, n):
             moved = self._last(max(last.position, kept), n)
+            if cut < min(end, moved.position):  # the run has tokens that were dropped, too
+                rest = self._decoded(last.store, cut - last.position, self._room(end - cut))
             rows = [each[moved.position - last.position :] for each in last.store.held().tokens]
             if len(rows[0]):
                 memory.copy_tokens(rows, moved.store.slabs, len(rows[0]))

@@ -426,7 +426,8 @@ def test_going_back_behind_what_settled_it_gives_the_former_bytes_back():
         each.extend(keys[:3], keys[:3])
     cache.append(0, keys[:3], keys[:3])
     cache.advance(3)
-    layer.extend(keys[3:], keys[3:])
+    layer.extend(keys[3:5], keys[3:5])  # still open
+    layer.extend(keys[5:], keys[5:])
     cache.append(0, keys[3:], keys[3:])
     cache.advance(27)
     late = cache.snapshot()

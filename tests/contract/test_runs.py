@@ -655,3 +655,17 @@ def test_a_key_thousands_of_times_the_others_of_its_run_leaves_their_scores(
         wanted, _ = attention(query, *read(layer), mask=mask)
         allowed = {8: 1e-3, 16: 4e-4}.get(precision_bits, 2e-4)
         np.testing.assert_allclose(out, wanted, atol=allowed * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 100])
+@pytest.mark.parametrize("drop", [64, 70, 83])
+def test_a_copy_whose_run_has_lost_tokens_stores_what_the_layer_stores(drop, tokens):
+    rows = np.random.default_rng(0).standard_normal((190, 2, 16)).astype(np.float32)
+    layer = KVCache._layer_types["kivi8"](num_kv_heads=2, head_dim=16)
+    layer.extend(rows[:90], rows[:90])
+    layer.drop_first(drop)
+    other = layer.copy()
+    for each in (layer, other):
+        each.extend(rows[90 : 90 + tokens], rows[90 : 90 + tokens])
+    np.testing.assert_array_equal(layer.keys(), other.keys())
+    np.testing.assert_array_equal(layer.values(), other.values())
