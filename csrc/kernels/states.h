@@ -74,45 +74,49 @@ static void convolve_portable(const float *const *rows, const float *weights, co
 
 /* Columns from `first` on, `count` vectors of them. The second time rows come from the first-level cache; those of the next
  * columns are on their way meanwhile. (A constant where this is inlined: count.) */
-KVEDGE_INLINE void delta_columns(const kvedge_delta_token *t, int first, const int count) {
+KVEDGE_INLINE void delta_columns(const kvedge_delta_token t, int first, const int count) {
   state_floats read[STATE_VECTORS] = {{0}}, out[STATE_VECTORS] = {{0}}, update[STATE_VECTORS];
-  float *row = t->state + first;
-  for (int k = 0; k < t->key_dim; k++, row += t->stride)
+  float *row = t.state + first;
+  for (int k = 0; k < t.key_dim; k++, row += t.stride) {
+    const state_floats key = state_all(t.read_key[k]), query = state_all(t.read_query[k]);
 #pragma GCC unroll 4
     for (int j = 0; j < count; j++) {
       const state_floats x = state_load(row + j * STATE_FLOATS);
-      read[j] = state_multiply_add(x, state_all(t->read_key[k]), read[j]);
-      out[j] = state_multiply_add(x, state_all(t->read_query[k]), out[j]);
+      read[j] = state_multiply_add(x, key, read[j]);
+      out[j] = state_multiply_add(x, query, out[j]);
     }
+  }
 #pragma GCC unroll 4
   for (int j = 0; j < count; j++) {
-    update[j] = (state_load(t->value + first + j * STATE_FLOATS) - read[j]) * t->beta;
-    state_store(t->out + first + j * STATE_FLOATS, state_multiply_add(update[j], state_all(t->product), out[j]));
+    update[j] = (state_load(t.value + first + j * STATE_FLOATS) - read[j]) * t.beta;
+    state_store(t.out + first + j * STATE_FLOATS, state_multiply_add(update[j], state_all(t.product), out[j]));
   }
-  row = t->state + first;
-  const int behind = first + 2 * count * STATE_FLOATS <= t->value_dim; /* else the first columns of what is behind */
-  const ptrdiff_t next = behind ? count * STATE_FLOATS : t->key_dim * t->stride - first;
-  for (int k = 0; k < t->key_dim; k++, row += t->stride) {
+  row = t.state + first;
+  const int behind = first + 2 * count * STATE_FLOATS <= t.value_dim; /* else the first columns of what is behind */
+  const ptrdiff_t next = behind ? count * STATE_FLOATS : t.key_dim * t.stride - first;
+  for (int k = 0; k < t.key_dim; k++, row += t.stride) {
+    const state_floats decay = state_all(t.decay[k]), key = state_all(t.key[k]);
     for (int line = 0; line < count * STATE_FLOATS; line += 16) __builtin_prefetch(row + next + line, 1);
 #pragma GCC unroll 4
     for (int j = 0; j < count; j++) {
       float *x = row + j * STATE_FLOATS;
-      state_store(x, state_multiply_add(update[j], state_all(t->key[k]), state_load(x) * t->decay[k]));
+      state_store(x, state_multiply_add(update[j], key, state_load(x) * decay));
     }
   }
 }
 
-static void delta_token_portable(const kvedge_delta_token *t) {
+static void delta_token_portable(const kvedge_delta_token *token) {
+  const kvedge_delta_token t = *token; /* nothing that is written is a part of it, as far as a compiler knows */
   int c = 0;
-  for (; c + STATE_COLUMNS <= t->value_dim; c += STATE_COLUMNS) delta_columns(t, c, STATE_VECTORS);
-  for (; c + STATE_FLOATS <= t->value_dim; c += STATE_FLOATS) delta_columns(t, c, 1);
-  for (; c < t->value_dim; c++) {
-    float read = 0.0f, out = 0.0f, *x = t->state + c;
-    for (int k = 0; k < t->key_dim; k++, x += t->stride) read += *x * t->read_key[k], out += *x * t->read_query[k];
-    const float update = (t->value[c] - read) * t->beta;
-    t->out[c] = out + update * t->product;
-    x = t->state + c;
-    for (int k = 0; k < t->key_dim; k++, x += t->stride) *x = *x * t->decay[k] + update * t->key[k];
+  for (; c + STATE_COLUMNS <= t.value_dim; c += STATE_COLUMNS) delta_columns(t, c, STATE_VECTORS);
+  for (; c + STATE_FLOATS <= t.value_dim; c += STATE_FLOATS) delta_columns(t, c, 1);
+  for (; c < t.value_dim; c++) {
+    float read = 0.0f, out = 0.0f, *x = t.state + c;
+    for (int k = 0; k < t.key_dim; k++, x += t.stride) read += *x * t.read_key[k], out += *x * t.read_query[k];
+    const float update = (t.value[c] - read) * t.beta;
+    t.out[c] = out + update * t.product;
+    x = t.state + c;
+    for (int k = 0; k < t.key_dim; k++, x += t.stride) *x = *x * t.decay[k] + update * t.key[k];
   }
 }
 
@@ -120,16 +124,18 @@ static void delta_token_portable(const kvedge_delta_token *t) {
 KVEDGE_INLINE void mamba_rows(float *state, int size, float keep, const float *x, const float *b, const float *c,
                               const int count, float *out) {
   enum { AHEAD = 1024 }; /* floats that are prefetched: the next rows, whose page may be another */
-  state_floats sum[STATE_VECTORS] = {{0}};
+  state_floats sum[STATE_VECTORS] = {{0}}, of[STATE_VECTORS];
   float rest[STATE_VECTORS] = {0};
   int d = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) of[i] = state_all(x[i]);
   for (; d + STATE_FLOATS <= size; d += STATE_FLOATS) {
     const state_floats from = state_load(b + d), to = state_load(c + d);
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
       float *at = state + i * size + d;
       if (STATE_FLOATS == 16 || d % 16 == 0) __builtin_prefetch(at + AHEAD, 1);
-      const state_floats s = state_multiply_add(state_load(at), state_all(keep), from * x[i]);
+      const state_floats s = state_multiply_add(state_load(at), state_all(keep), from * of[i]);
       state_store(at, s);
       sum[i] = state_multiply_add(s, to, sum[i]);
     }

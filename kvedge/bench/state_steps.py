@@ -12,6 +12,7 @@ import numpy as np
 
 import kvedge
 from kvedge.core.half import encode_bfloat16
+from kvedge.core.memory import aligned_copy
 
 __all__ = ["LAYERS", "Layer", "Steps", "torch_version"]
 
@@ -73,7 +74,7 @@ class Steps:
         shape = (heads, rows) if layer.kind == "conv" else (heads, rows, columns)
         start = rng.standard_normal(shape, dtype=np.float32)
         stored = encode_bfloat16(start) if dtype == "bfloat16" else start
-        self.states = [stored.copy() for _ in range(states)]
+        self.states = [aligned_copy(stored) for _ in range(states)]
         if layer.kind == "mamba":
             self.inputs = {
                 "x": self._normal(tokens, heads, rows),

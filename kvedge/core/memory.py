@@ -231,6 +231,32 @@ def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:
     return [Slabs(*arrays[i : i + 4]) for i in range(0, len(arrays), 4)]
 
 
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that begin at a multiple of ALIGNMENT, where vectors cross no line.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    dtype : dtype-like
+
+    Returns
+    -------
+    ndarray
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    zeros: np.ndarray = room[start : start + size].view(dtype).reshape(shape)
+    return zeros
+
+
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    """A C-contiguous copy that begins as :func:`aligned_zeros` do."""
+    copy = aligned_zeros(array.shape, array.dtype)
+    np.copyto(copy, array)
+    return copy
+
+
 def _reserve(total: int, config: LayerConfig, num_layers: int) -> tuple[Any, int]:
     """A buffer of `total` zero bytes, and the offset at which it is aligned."""
     try:

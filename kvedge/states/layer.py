@@ -12,7 +12,7 @@ import numpy as np
 
 from kvedge.core import arrays as foreign
 from kvedge.core import checks, half
-from kvedge.core.memory import memory_for
+from kvedge.core.memory import aligned_copy, aligned_zeros, memory_for
 from kvedge.errors import (
     DtypeMismatchError,
     InvalidArgumentError,
@@ -296,7 +296,7 @@ class StateLayer:
         """Return an independent layer with the same state."""
         other = type(self).__new__(type(self))
         vars(other).update(vars(self))
-        other._arrays = {name: array.copy() for name, array in self._arrays.items()}
+        other._arrays = {name: aligned_copy(array) for name, array in self._arrays.items()}
         other._owned = False
         return other
 
@@ -376,7 +376,7 @@ def put(layer: StateLayer, arrays: Iterable[np.ndarray], position: int) -> None:
 def empty_state(config: StateConfig) -> StateLayer:
     """A layer of zeros."""
     arrays = {
-        name: np.zeros(shape, STATE_TYPES[dtype])
+        name: aligned_zeros(shape, STATE_TYPES[dtype])
         for name, dtype, shape in zip(config.names, config.dtypes, config.shapes, strict=True)
     }
     return StateLayer(arrays, dtype=dict(zip(config.names, config.dtypes, strict=True)))

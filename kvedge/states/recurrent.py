@@ -11,6 +11,7 @@ import numpy as np
 from kvedge.core import arrays
 from kvedge.core.checks import as_float32, as_int, check_finite
 from kvedge.core.config import one_of
+from kvedge.core.memory import aligned_zeros
 from kvedge.core.options import as_num_threads
 from kvedge.core.registry import active
 from kvedge.core.types import Array
@@ -63,7 +64,7 @@ class RecurrentState(StateLayer):
             batch_size = count(batch_size, "batch_size", _MAX_BATCH)
             shape = (batch_size, *shape)
         if array is None:
-            array = np.zeros(shape, STATE_TYPES[dtype])
+            array = aligned_zeros(shape, STATE_TYPES[dtype])
         super().__init__({"state": array}, dtype=dtype)
         if self.array.shape != shape:
             raise ShapeMismatchError(
