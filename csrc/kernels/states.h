@@ -7,10 +7,11 @@
 #define state_multiply_add(a, b, c) ((a) * (b) + (c))
 #endif
 
-typedef float state_floats __attribute__((vector_size(4 * STATE_FLOATS), aligned(4), may_alias));
+typedef float state_floats __attribute__((vector_size(4 * STATE_FLOATS)));
+typedef float stored_floats __attribute__((vector_size(4 * STATE_FLOATS), aligned(4), may_alias));
 
-#define state_load(p) (*(const state_floats *)(p))
-#define state_store(p, x) (*(state_floats *)(p) = (x))
+#define state_load(p) ((state_floats) * (const stored_floats *)(p))
+#define state_store(p, x) (*(stored_floats *)(p) = (x))
 #define state_all(x) ((x) - (state_floats){0})
 
 enum {

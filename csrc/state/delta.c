@@ -26,13 +26,14 @@ typedef struct {
   int columns;
 } delta_head;
 
-typedef float four_floats __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float four_floats __attribute__((vector_size(16)));
+typedef float stored_four __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* Of rows behind which zeros stand. */
 static float product_of(const float *a, const float *b, int dim) {
   four_floats sum[2] = {{0}};
   for (int d = 0; d < dim; d += 8)
-    for (int j = 0; j < 2; j++) sum[j] += *(const four_floats *)(a + d + 4 * j) * *(const four_floats *)(b + d + 4 * j);
+    for (int j = 0; j < 2; j++) sum[j] += *(const stored_four *)(a + d + 4 * j) * *(const stored_four *)(b + d + 4 * j);
   sum[0] += sum[1];
   return sum[0][0] + sum[0][1] + (sum[0][2] + sum[0][3]);
 }
