@@ -55,8 +55,7 @@ def store_as(store: LayerStore, key_map: KeyMap, rule: KeyRule) -> None:
 def decide(store: LayerStore, keys: np.ndarray) -> None:
     """Let checked keys (n, H, D), n >= 1, that are appended next decide what is open.
 
-    What is stored already is encoded anew where that changes the map. Keys are those that are
-    stored: turned back.
+    What is stored already is encoded anew. Keys are those that are stored: turned back.
     """
     key_map, rule, held = store.key_map, store.key_rule, store.held()
     if rule.auto_offset and key_map.offset is None:
@@ -74,11 +73,10 @@ def decide(store: LayerStore, keys: np.ndarray) -> None:
             )
             key_map = key_map._replace(scale=scale)
         rule = rule._replace(scale_is_settled=settled)
-    former = store.key_map
-    if (held.start or held.num_tokens) and not key_map.is_same(former):
-        rows = _first_rows(held)
+    if held.start or held.num_tokens:
+        former, rows = store.key_map, _first_rows(held)
         encode_anew(store, key_map, held)
-        if not held.num_dropped and len(rows[0]) < LEAST_TOKENS:
+        if not key_map.is_same(former) and not held.num_dropped and len(rows[0]) < LEAST_TOKENS:
             rule = rule._replace(before=KeysBefore(former, rows, _first_rows(store.held())))
     store_as(store, key_map, rule)
 

@@ -442,17 +442,3 @@ def test_going_back_behind_what_settled_it_gives_the_former_bytes_back():
     for each in (layer, never):
         each.extend(keys[:20], keys[:20])
     np.testing.assert_array_equal(layer.key_codes, never.key_codes)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_short_appends_that_decide_nothing_leave_rows_as_they_are(dtype, rng):
-    keys = normal(rng, 12, KV_HEADS, D)
-    layer, never = (
-        KVCache._layer_types[dtype](16, KV_HEADS, D, key_scale="auto") for _ in range(2)
-    )
-    never.extend(keys[:3], keys[:3])
-    for at in range(0, 12, 3):
-        layer.extend(keys[at : at + 3], keys[at : at + 3])
-    layer.truncate(3)
-    np.testing.assert_array_equal(layer.key_codes, never.key_codes)
-    np.testing.assert_array_equal(layer.key_scales, never.key_scales)
