@@ -135,7 +135,7 @@ KVEDGE_INLINE void mamba_rows(float *state, int size, float keep, const float *x
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
       float *at = state + i * size + d;
-      if (STATE_FLOATS == 16 || d % 16 == 0) __builtin_prefetch(at + AHEAD, 1);
+      if (d % 16 == 0) __builtin_prefetch(at + AHEAD, 1);
       const state_floats s = state_multiply_add(state_load(at), state_all(keep), from * of[i]);
       state_store(at, s);
       sum[i] = state_multiply_add(s, to, sum[i]);

@@ -263,8 +263,9 @@ static void run_head(const void *context, int task, kvedge_state_memory *memory)
     unpack_state(&h, state, call->state_type);
   }
   if (call->num_tokens == 1) run_token(&h);
-  for (int64_t t = 0; t < call->num_tokens && call->num_tokens > 1; t += CHUNK)
-    run_chunk(&h, t, call->num_tokens - t < CHUNK ? (int)(call->num_tokens - t) : CHUNK);
+  else
+    for (int64_t t = 0; t < call->num_tokens; t += CHUNK)
+      run_chunk(&h, t, call->num_tokens - t < CHUNK ? (int)(call->num_tokens - t) : CHUNK);
   if (!in_place) pack_state(&h, state, call->state_type);
 }
 

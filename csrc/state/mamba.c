@@ -100,8 +100,9 @@ static void run_head(const void *context, int task, kvedge_state_memory *memory)
                         .state = in_place ? (float *)state : memory->state};
   if (!in_place) work->kernels->states->widen_bfloats((const uint16_t *)state, elements, h.state);
   if (call->num_tokens == 1) run_token(&h);
-  for (int64_t t = 0; t < call->num_tokens && call->num_tokens > 1; t += CHUNK)
-    run_chunk(&h, t, call->num_tokens - t < CHUNK ? (int)(call->num_tokens - t) : CHUNK);
+  else
+    for (int64_t t = 0; t < call->num_tokens; t += CHUNK)
+      run_chunk(&h, t, call->num_tokens - t < CHUNK ? (int)(call->num_tokens - t) : CHUNK);
   if (!in_place) work->kernels->states->narrow_bfloats(h.state, elements, (uint16_t *)state);
 }
 

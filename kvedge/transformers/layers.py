@@ -523,7 +523,11 @@ class KvedgeLayer(CacheLayerMixin):
 
     def put_rows(self, rows: list[Any]) -> None:
         """Have other rows, which nobody else has."""
-        self.rows, self._holders = rows, None
+        if self._holders is not None:
+            with _owning:
+                self._holders.discard(self)  # whoever is left alone need not copy
+            self._holders = None
+        self.rows = rows
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_holders": None}
