@@ -156,16 +156,25 @@ typedef struct {
                        * rotated back. A Hadamard matrix spreads what one channel has over the 2^k, the most that
                        * divide value_head_dim, so that all share what encoding loses. Values that are not finite once
                        * they are rotated are refused */
+  int recent, sinks;   /* last and first tokens that are read in recent_format, 0..65536 */
+  int recent_format;   /* KVEDGE_RECENT(a kvedge_format) of those: float32, float16 or bfloat16. 0: float16 where recent
+                        * or sinks are given, else there are none. */
+  int recent_room;     /* tokens appended at once that all stay in recent_format until the next ones come, 1..2^30; of
+                        * more the last ones do. 0: 64 */
 } kvedge_layer_config;
 #define KVEDGE_VALUES(format) (1 + (int)(format))
+#define KVEDGE_RECENT(format) (1 + (int)(format))
 
-/* The four arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
+/* The arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
 typedef struct {
   void *key_codes, *value_codes;   /* [capacity][num_kv_heads][head_dim or value_head_dim], int8_t, float, or
                                     * floats of 16 or 8 bits */
   void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups of such a row], float or float16; NULL where the
                                     * format has no scales */
+  void *first_keys, *first_values; /* [sinks][num_kv_heads][head_dim or value_head_dim] in recent_format */
+  void *last_keys, *last_values;   /* [kvedge_layer_last_rows(config)], likewise; NULL where there are no such rows */
 } kvedge_slabs;
+int64_t kvedge_layer_last_rows(const kvedge_layer_config *config); /* 0: no last tokens; -1: the config is not valid */
 
 /* Size, then init on memory of the caller's, aligned to 64 bytes: header and arrays in one block.
  * The block need not be cleared, and is committed by the system only as tokens arrive. */
@@ -244,6 +253,22 @@ kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const fl
 
 /* Tells that the caller has filled in the rows of these tokens himself: finite, scales >= 0. */
 kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens);
+
+/* Where the tokens of a layer with recent or sinks lie; rows count from the start of the arrays of codes, whose row 0 is the
+ * first of a run. All tokens are there as rows, or as whole runs of 32; first and last ones lie apart as well. */
+typedef struct {
+  int64_t start, stop;          /* its tokens are rows start..stop-1 */
+  int64_t last_from;            /* those from this row on also lie in row mod kvedge_layer_last_rows of the last tokens. Runs end
+                                 * with the last whole one, or where last tokens do not reach back to it, with the tokens */
+  int64_t first_row, num_first; /* so many from this row on also lie in row 0 and on of the first tokens */
+  int64_t first_stop;           /* tokens that are appended below this row become first tokens: sinks */
+} kvedge_ranges;
+void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges);
+/* Tells that the caller has filled in all these rows, finite and with scales >= 0; needs the layer alone. */
+kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *ranges);
+/* Makes `layer`, which is empty and whose arrays hold those of `from` from a row on (of runs a multiple of 32), hold its tokens:
+ * lengths and bounds, first and last tokens are taken over; rows are not looked at, and key vectors stay. */
+kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, int64_t row);
 
 /* Writes the keys (values) of tokens start..stop-1 to out, float[stop-start][num_kv_heads][head_dim
  * (value_head_dim)]. */

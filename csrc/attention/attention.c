@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "attention/tile.h"
+#include "store/ranges.h"
 #include "system/memory.h"
 #include "system/float_mode.h"
 
@@ -43,7 +44,7 @@ kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer,
 static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query, int64_t num_rows,
                                 int num_heads, const kvedge_attention_options *options, float *out, float *lse,
                                 kvedge_segment *segment) {
-  if (!layer || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || kvedge_has_ranges(layer) || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
   kvedge_request r = kvedge_dense_request(layer, query, num_rows, num_heads, options, out, lse);
   const kvedge_status status = kvedge_request_layer(&r, layer, segment);
   if (status == KVEDGE_OK) kvedge_attention_plan(a, &r, 0, num_rows);
@@ -211,24 +212,68 @@ void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
 
 /* ---- Logits --------------------------------------------------------------------------------- */
 
-kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
-                            int64_t first_row, int64_t num_tokens, float *logits) {
-  KVEDGE_FLOAT_MODE;
-  if (!layer || !query || !logits || num_tokens < 1) return KVEDGE_ERROR_ARGUMENT;
+/* Those of a view. */
+static kvedge_status scores_of_view(const kvedge_cache_view *view, const float *query, int num_heads, float scale,
+                                    float *logits) {
   kvedge_attention_options options;
   kvedge_attention_defaults(&options);
   options.scale = scale;
   options.precision_bits = 24;
-  options.num_tokens = num_tokens;
-  options.first_row = first_row;
-  kvedge_attention planned;
-  kvedge_segment segment;
-  kvedge_status status = plan_layer(&planned, layer, query, 1, num_heads, &options, NULL, NULL, &segment);
+  kvedge_request r = {.view = *view,
+                      .num_heads = num_heads,
+                      .num_rows = 1,
+                      .query = kvedge_dense_array(query, num_heads, view->side[KEYS].shape.dim),
+                      .first_position = view->len - 1,
+                      .options = &options};
+  const kvedge_status status = kvedge_request_check(&r);
   if (status != KVEDGE_OK) return status;
+  kvedge_attention planned;
+  kvedge_attention_plan(&planned, &r, 0, 1);
   planned.num_workspaces = 1;
   void *memory = kvedge_aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
   if (!memory) return KVEDGE_ERROR_MEMORY;
   kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1), logits);
   kvedge_aligned_free(memory);
   return KVEDGE_OK;
+}
+
+/* Of tokens in a layer of three ranges: part by part, to their places among all. */
+static kvedge_status scores_of_ranges(const kvedge_layer *layer, const kvedge_ranges *ranges, const float *query,
+                                      int num_heads, float scale, int64_t row, int64_t num_tokens, float *logits) {
+  kvedge_part parts[3];
+  kvedge_segment segments[2];
+  if (num_tokens > ranges->stop - row) return KVEDGE_ERROR_ARGUMENT;
+  const int n = kvedge_parts_of_ranges(layer, ranges, row, num_tokens, row + num_tokens - 1, parts);
+  float *some = kvedge_aligned_alloc(64, kvedge_align((size_t)num_heads * (size_t)num_tokens * sizeof *some));
+  kvedge_status status = some ? KVEDGE_OK : KVEDGE_ERROR_MEMORY;
+  for (int i = 0; i < n && status == KVEDGE_OK; i++) {
+    const kvedge_part *p = &parts[i];
+    kvedge_attention_options at = {.num_tokens = p->num_tokens, .first_row = p->first_row};
+    kvedge_cache_view view;
+    if (p->blocks) kvedge_view_blocks(p->layer, p->block_size, p->blocks, p->first_row, p->num_tokens, segments, &view);
+    else view = kvedge_layer_view(p->layer, &at, segments);
+    status = scores_of_view(&view, query, num_heads, scale, some);
+    for (int head = 0; head < num_heads && status == KVEDGE_OK; head++)
+      memcpy(logits + head * num_tokens + p->position, some + head * p->num_tokens,
+             (size_t)p->num_tokens * sizeof *some);
+  }
+  kvedge_aligned_free(some);
+  return status;
+}
+
+kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
+                            int64_t first_row, int64_t num_tokens, float *logits) {
+  KVEDGE_FLOAT_MODE;
+  if (!layer || !query || !logits || num_tokens < 1 || num_heads < 1) return KVEDGE_ERROR_ARGUMENT;
+  if (kvedge_has_ranges(layer)) {
+    const kvedge_ranges ranges = kvedge_take_ranges(layer);
+    const int64_t row = first_row < 0 ? ranges.start : first_row;
+    const kvedge_status status = scores_of_ranges(layer, &ranges, query, num_heads, scale, row, num_tokens, logits);
+    kvedge_release_ranges(layer);
+    return status;
+  }
+  const kvedge_attention_options at = {.num_tokens = num_tokens, .first_row = first_row};
+  kvedge_segment segment;
+  const kvedge_cache_view view = kvedge_layer_view(layer, &at, &segment);
+  return scores_of_view(&view, query, num_heads, scale, logits);
 }

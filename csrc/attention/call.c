@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "attention/parts.h"
+#include "store/ranges.h"
 #include "system/memory.h"
 #include "system/parallel.h"
 #include "system/float_mode.h"
@@ -159,6 +160,15 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
                             const kvedge_attention_options *options, int num_threads, float *out, float *lse) {
   KVEDGE_FLOAT_MODE;
   if (!layer || !query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
+  if (kvedge_has_ranges(layer)) {
+    const kvedge_attention_call call = {.layer = layer,
+                                        .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
+                                        .num_rows = num_rows,
+                                        .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),
+                                        .lse = lse,
+                                        .options = options};
+    return kvedge_attend_layers(&call, 1, num_heads, num_threads);
+  }
   kvedge_segment segment;
   kvedge_request request = kvedge_dense_request(layer, query, num_rows, num_heads, options, out, lse);
   const kvedge_status status = kvedge_request_layer(&request, layer, &segment);
@@ -168,19 +178,29 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
 /* ---- Several layers, and parts ---------------------------------------------------------------- */
 
 /* The requests of a call, one or those of its parts; returns their number. */
-static int requests_of_call(const kvedge_attention_call *call, int num_heads, kvedge_segment **segments,
-                            kvedge_attention_options *options, kvedge_request *requests, kvedge_status *status) {
-  if (call->num_parts) return kvedge_requests_of_parts(call, num_heads, segments, options, requests, status);
+static int requests_of_call(const kvedge_attention_call *call, int num_heads, kvedge_call_room *room,
+                            kvedge_status *status) {
+  if (call->num_parts) return kvedge_requests_of_parts(call, num_heads, room, status);
   *status = KVEDGE_ERROR_ARGUMENT;
   if (!call->layer || !kvedge_array_is_valid(&call->query) || !kvedge_array_is_valid(&call->out)) return 0;
   if (!kvedge_array_is_apart(&call->out, call->num_rows, num_heads, call->layer->values.shape.dim)) return 0;
-  *requests = (kvedge_request){.num_heads = num_heads,
-                               .num_rows = call->num_rows,
-                               .query = call->query,
-                               .out = call->out,
-                               .lse = call->lse,
-                               .options = call->options};
-  *status = kvedge_request_layer(requests, call->layer, (*segments)++);
+  if (kvedge_has_ranges(call->layer)) {
+    const kvedge_attention_options *o = call->options;
+    kvedge_part part = {.layer = call->layer};
+    part.num_tokens = kvedge_layer_range(call->layer, &part.first_row);
+    if (o && o->num_tokens) part.num_tokens = o->num_tokens;
+    if (o && o->num_tokens && o->first_row >= 0) part.first_row = o->first_row;
+    kvedge_attention_call of_part = *call;
+    of_part.layer = NULL, of_part.parts = &part, of_part.num_parts = 1;
+    return kvedge_requests_of_parts(&of_part, num_heads, room, status);
+  }
+  *room->requests = (kvedge_request){.num_heads = num_heads,
+                                     .num_rows = call->num_rows,
+                                     .query = call->query,
+                                     .out = call->out,
+                                     .lse = call->lse,
+                                     .options = call->options};
+  *status = kvedge_request_layer(room->requests++, call->layer, room->segments++);
   return 1;
 }
 
@@ -206,13 +226,14 @@ static kvedge_status run_calls(const kvedge_attention_call *calls, int num_calls
 static int count_parts(const kvedge_attention_call *calls, int num_calls, int *requests, int64_t *segments) {
   *requests = 0, *segments = 0;
   for (int i = 0; i < num_calls; i++) {
-    const int parts = calls[i].num_parts ? calls[i].num_parts : 1;
-    if (parts < 0 || parts > KVEDGE_MOST_PARTS || __builtin_add_overflow(*requests, parts, requests)) return 0;
-    if (calls[i].num_parts && !calls[i].parts) return 0;
-    *segments += !calls[i].num_parts;
-    for (int p = 0; p < calls[i].num_parts; p++) {
-      const int64_t of_part = kvedge_segments_of_part(&calls[i].parts[p]);
+    const kvedge_part whole = {.layer = calls[i].layer};
+    const kvedge_part *parts = calls[i].num_parts ? calls[i].parts : &whole;
+    const int num_parts = calls[i].num_parts ? calls[i].num_parts : 1;
+    if (num_parts < 0 || num_parts > KVEDGE_MOST_PARTS || !parts) return 0;
+    for (int p = 0; p < num_parts; p++) {
+      const int64_t of_part = kvedge_segments_of_part(&parts[p]);
       if (of_part == 0 || __builtin_add_overflow(*segments, of_part, segments)) return 0;
+      if (__builtin_add_overflow(*requests, kvedge_requests_of_part(&parts[p]), requests)) return 0;
     }
   }
   return *segments <= (int64_t)(SIZE_MAX / sizeof(kvedge_segment) / 2);
@@ -224,6 +245,7 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
   kvedge_request few[FEW], *requests = few;
   kvedge_attention_options few_options[FEW], *options = few_options;
   kvedge_segment few_segments[FEW], *segments = few_segments;
+  const kvedge_layer *few_taken[FEW], **taken = few_taken;
   int few_counts[FEW], *counts = few_counts, most, n = 0;
   int64_t most_segments;
   kvedge_status status = KVEDGE_OK;
@@ -234,13 +256,15 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
     options = malloc((size_t)most * sizeof *options);
     segments = malloc((size_t)most_segments * sizeof *segments);
     counts = malloc((size_t)num_calls * sizeof *counts);
-    if (!requests || !options || !segments || !counts) status = KVEDGE_ERROR_MEMORY;
+    taken = malloc((size_t)most * sizeof *taken);
+    if (!requests || !options || !segments || !counts || !taken) status = KVEDGE_ERROR_MEMORY;
   }
-  kvedge_segment *left = segments;
+  kvedge_call_room room = {segments, options, requests, taken};
   for (int i = 0; i < num_calls && status == KVEDGE_OK; i++)
-    n += counts[i] = requests_of_call(&calls[i], num_heads, &left, &options[n], &requests[n], &status);
+    n += counts[i] = requests_of_call(&calls[i], num_heads, &room, &status);
   if (status == KVEDGE_OK) status = run_calls(calls, num_calls, counts, requests, n, num_threads);
-  if (requests != few) free(requests), free(options), free(segments), free(counts);
+  while (room.taken > taken) kvedge_release_ranges(*--room.taken);
+  if (requests != few) free(requests), free(options), free(segments), free(counts), free(taken);
   return status;
 }
 

@@ -5,10 +5,14 @@
 #include <stdlib.h>
 
 #include "attention/parts.h"
+#include "store/ranges.h"
 #include "system/bits.h"
+
+int kvedge_requests_of_part(const kvedge_part *p) { return p->layer && kvedge_has_ranges(p->layer) ? 3 : 1; }
 
 int64_t kvedge_segments_of_part(const kvedge_part *p) {
   if (!p->layer || p->num_tokens < 0 || p->num_tokens > KVEDGE_MOST_TOKENS) return 0;
+  if (kvedge_has_ranges(p->layer)) return p->blocks ? 0 : 4; /* two of last tokens */
   if (!p->blocks) return 1;
   if (!kvedge_is_block_size(p->layer, p->block_size) || p->first_row < 0 || p->first_row > KVEDGE_MOST_TOKENS) return 0;
   return kvedge_blocks_of_rows(p->block_size, p->num_tokens);
@@ -94,34 +98,67 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
   return 1;
 }
 
-int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_segment **segments,
-                             kvedge_attention_options *options, kvedge_request *requests, kvedge_status *status) {
+/* The requests for one part, 0 or 1. */
+static int put_request(const kvedge_attention_call *call, const kvedge_part *part, int num_heads, int64_t len, int is_first,
+                       kvedge_call_room *room, kvedge_status *status) {
+  if (!request_of_part(call, part, num_heads, len, room->segments, room->options, room->requests)) return 0;
+  if (room->requests->view.len + room->options->start != part->num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
+  if (!is_first) room->options->sink_logits = NULL; /* they count once */
+  room->segments += kvedge_segments_of_part(part);
+  room->options++, room->requests++;
+  return 1;
+}
+
+/* Those for tokens of a layer of three ranges, 0 to 3. */
+static int put_requests_of_ranges(const kvedge_attention_call *call, const kvedge_part *of, int num_heads, int64_t len,
+                                  int is_first, kvedge_call_room *room, kvedge_status *status) {
+  const kvedge_ranges ranges = kvedge_take_ranges(of->layer);
+  kvedge_part parts[3];
+  *room->taken++ = of->layer;
+  const int64_t row = of->first_row < 0 ? ranges.start : of->first_row;
+  if (of->num_tokens > ranges.stop - row) {
+    *status = KVEDGE_ERROR_ARGUMENT;
+    return 0;
+  }
+  const int64_t query_row = row + len - call->num_rows - of->position;
+  const int num_parts = kvedge_parts_of_ranges(of->layer, &ranges, row, of->num_tokens, query_row, parts);
+  int n = 0;
+  for (int i = 0; i < num_parts; i++) {
+    parts[i].position += of->position;
+    parts[i].turns = of->turns, parts[i].num_turns = of->num_turns;
+    n += put_request(call, &parts[i], num_heads, len, is_first && n == 0, room, status);
+  }
+  return n;
+}
+
+int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_call_room *room,
+                             kvedge_status *status) {
   int64_t len;
   int n = 0;
   *status = check(call, num_heads, &len);
   for (int i = 0; i < call->num_parts && *status == KVEDGE_OK; i++) {
-    if (!request_of_part(call, &call->parts[i], num_heads, len, *segments, &options[n], &requests[n])) continue;
-    if (requests[n].view.len + options[n].start != call->parts[i].num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
-    if (n > 0) options[n].sink_logits = NULL; /* they count once */
-    *segments += kvedge_segments_of_part(&call->parts[i]);
-    n++;
+    const kvedge_part *part = &call->parts[i];
+    if (part->num_tokens > 0 && kvedge_has_ranges(part->layer))
+      n += put_requests_of_ranges(call, part, num_heads, len, n == 0, room, status);
+    else n += put_request(call, part, num_heads, len, n == 0, room, status);
   }
   if (*status != KVEDGE_OK || n > 0) return n;
   /* Nothing is seen: attention to no token of the last part. */
   const kvedge_part *last = &call->parts[call->num_parts - 1];
-  kvedge_attention_options *own = options;
+  kvedge_attention_options *own = room->options++;
+  kvedge_request *request = room->requests++;
   *own = *call->options; /* whose start is behind all parts */
   own->num_tokens = own->start = 0;
   own->mask = NULL, own->bias = NULL, own->half_bias = NULL;
-  *requests = (kvedge_request){.view = kvedge_layer_view(last->layer, NULL, *segments),
-                               .num_heads = num_heads,
-                               .num_rows = call->num_rows,
-                               .query = call->query,
-                               .out = call->out,
-                               .lse = call->lse,
-                               .options = own};
-  kvedge_cut_view(&requests->view, (*segments)++, requests->view.len);
-  requests->first_position = -call->num_rows;
+  *request = (kvedge_request){.view = kvedge_layer_view(last->layer, NULL, room->segments),
+                              .num_heads = num_heads,
+                              .num_rows = call->num_rows,
+                              .query = call->query,
+                              .out = call->out,
+                              .lse = call->lse,
+                              .options = own};
+  kvedge_cut_view(&request->view, room->segments++, request->view.len);
+  request->first_position = -call->num_rows;
   return 1;
 }
 

@@ -7,14 +7,22 @@
 #define KVEDGE_MOST_TOKENS ((int64_t)1 << 40)
 enum { KVEDGE_MOST_PARTS = 4096 };
 
+/* Requests that a part is at most: it, or the first tokens, body and last tokens of a layer. */
+int kvedge_requests_of_part(const kvedge_part *part);
 /* Segments that a part needs at most; 0: it is not valid. */
 int64_t kvedge_segments_of_part(const kvedge_part *part);
 
-/* Checks a call on parts, and makes requests of them, at most num_parts and at least one, each
- * with options in `options`; returns their number. `*segments` has room for those of all, and is
- * moved past what was used. */
-int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_segment **segments,
-                             kvedge_attention_options *options, kvedge_request *requests, kvedge_status *status);
+/* What calls are planned in: room for all, moved past what was used. */
+typedef struct {
+  kvedge_segment *segments;
+  kvedge_attention_options *options;
+  kvedge_request *requests;
+  const kvedge_layer **taken; /* layers whose ranges were taken, to be released once the calls have run */
+} kvedge_call_room;
+
+/* Checks a call on parts, and makes requests of them, at least one; returns their number. */
+int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_call_room *room,
+                             kvedge_status *status);
 
 /* Room for turned queries, and for the results of the requests of a call but for one alone,
  * which writes to the call's own arrays; perhaps 0. */

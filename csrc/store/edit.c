@@ -3,7 +3,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "store/layer.h"
+#include "store/ranges.h"
 #include "system/float_mode.h"
 
 /* ---- Copies ---------------------------------------------------------------------------------- */
@@ -12,7 +12,8 @@ static int stored_alike(const kvedge_layer_config *one, const kvedge_layer_confi
   return one->format == other->format && one->value_format == other->value_format &&
          one->scale_type == other->scale_type && one->num_kv_heads == other->num_kv_heads &&
          one->head_dim == other->head_dim && one->value_head_dim == other->value_head_dim &&
-         one->group_size == other->group_size && one->value_rotation == other->value_rotation;
+         one->group_size == other->group_size && one->value_rotation == other->value_rotation &&
+         one->recent == other->recent && one->sinks == other->sinks && one->recent_format == other->recent_format;
 }
 
 kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to) {
@@ -21,12 +22,26 @@ kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to) {
     return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   const int64_t len = kvedge_layer_range(from, &row);
-  if (len > to->config.capacity) return KVEDGE_ERROR_CAPACITY;
-  kvedge_status status = kvedge_layer_compact(to); /* its first row may lie anywhere */
+  if (kvedge_has_ranges(from)) row &= -KVEDGE_RUN;
+  kvedge_status status = KVEDGE_OK;
+  if (!kvedge_has_ranges(from)) {
+    if (len > to->config.capacity) return KVEDGE_ERROR_CAPACITY;
+    status = kvedge_layer_compact(to); /* its first row may lie anywhere */
+  }
   if (status == KVEDGE_OK && (from->keys.offset || to->keys.offset))
     status = kvedge_layer_set_key_offset(to, from->keys.offset);
   if (status == KVEDGE_OK) status = kvedge_layer_set_key_scale(to, from->keys.scale);
   if (status != KVEDGE_OK) return status;
+  if (kvedge_has_ranges(from)) {
+    const kvedge_ranges ranges = kvedge_take_ranges(from);
+    const int fits = ranges.stop - row <= to->config.capacity;
+    if (fits) {
+      kvedge_copy_tokens(from, row, to, 0, ranges.stop - row);
+      kvedge_ranges_copy(to, from, &ranges, ranges.stop, row);
+    }
+    kvedge_release_ranges(from);
+    return fits ? KVEDGE_OK : KVEDGE_ERROR_CAPACITY;
+  }
   kvedge_copy_tokens(from, row, to, 0, len);
   return kvedge_layer_set_len(to, len);
 }
@@ -64,14 +79,18 @@ kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int6
   const int64_t len = kvedge_layer_range(layer, &row);
   for (int64_t i = 0; i < num_tokens; i++)
     if (tokens[i] < 0 || tokens[i] >= len || (i > 0 && tokens[i] <= tokens[i - 1])) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_quiesce();                                    /* a late reader may look at rows that are written over */
+  kvedge_quiesce(); /* a late reader may look at rows that are written over */
+  if (kvedge_has_ranges(layer)) {
+    const kvedge_status status = kvedge_ranges_keep(layer, tokens, num_tokens);
+    if (status != KVEDGE_OK) return status;
+  }
   for (int64_t i = 0, num; i < num_tokens; i += num) { /* tokens[i] >= i: what is read later is not yet written over */
     for (num = 1; i + num < num_tokens && tokens[i + num] == tokens[i] + num;) num++;
     if (tokens[i] > i) kvedge_copy_tokens(layer, row + tokens[i], layer, row + i, num);
   }
-  kvedge_status status = kvedge_layer_set_len(layer, num_tokens);
   layer->written = row + num_tokens; /* what lies above is no longer what it was */
-  return status;
+  if (kvedge_has_ranges(layer)) return KVEDGE_OK;
+  return kvedge_layer_set_len(layer, num_tokens);
 }
 
 /* ---- Moving keys to other positions ---------------------------------------------------------- */
@@ -103,17 +122,6 @@ void kvedge_rotate(const kvedge_rotation *by, float *x) {
   }
 }
 
-/* The keys of one token and head, as a side of one row; heads count through all tokens. */
-static kvedge_side side_of_row(const kvedge_side *keys, int64_t row, int head) {
-  kvedge_side one = *keys;
-  one.num_kv_heads = 1;
-  one.codes = kvedge_codes_at(keys, row) + (size_t)head * keys->row_bytes;
-  one.scales = kvedge_scales_at(keys, row) + (size_t)head * keys->scale_row_bytes;
-  if (one.offset) one.offset += head * keys->shape.dim;
-  if (one.scale) one.scale += head * keys->shape.dim;
-  return one;
-}
-
 /* Rotates keys of rows first..stop-1; `store` 0: only finds out whether all can be stored, and their bound. */
 static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t stop, const kvedge_rotation *by,
                                  int store, float *largest) {
@@ -121,7 +129,7 @@ static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t
   const kvedge_array array = kvedge_dense_array(key, 1, keys->shape.dim);
   for (int64_t row = first; row < stop; row++)
     for (int head = 0; head < keys->num_kv_heads; head++) {
-      const kvedge_side one = side_of_row(keys, row, head);
+      const kvedge_side one = kvedge_side_of_head(keys, row, head);
       kvedge_rows_load(&one, 0, 1, key);
       kvedge_rotate(by, key);
       if (store) {
@@ -135,6 +143,27 @@ static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t
   return KVEDGE_OK;
 }
 
+typedef struct {
+  kvedge_layer *layer;
+  int64_t first, stop; /* rows of it */
+} row_range;
+
+/* Some tokens of a layer in its body, and where they lie apart besides: 1 to 4 ranges of rows. */
+static int ranges_apart(kvedge_layer *layer, int64_t first, int64_t stop, row_range ranges[4]) {
+  kvedge_ranges r;
+  kvedge_layer_get_ranges(layer, &r);
+  int n = 1;
+  const int64_t end = r.first_row + r.num_first < stop ? r.first_row + r.num_first : stop;
+  const int64_t begin = r.first_row > first ? r.first_row : first;
+  if (begin < end) ranges[n++] = (row_range){layer->first, begin - r.first_row, end - r.first_row};
+  const int64_t rows = layer->last->config.capacity, since = r.last_from > first ? r.last_from : first;
+  for (int64_t at = since, count; at < stop; at += count) {
+    count = rows - at % rows < stop - at ? rows - at % rows : stop - at;
+    ranges[n++] = (row_range){layer->last, at % rows, at % rows + count};
+  }
+  return n;
+}
+
 kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t first, int64_t stop, const kvedge_rotation *rotation) {
   KVEDGE_FLOAT_MODE;
   if (!layer || !kvedge_is_rotation(rotation, layer->config.head_dim) || kvedge_row_tokens(layer) > 1)
@@ -142,9 +171,17 @@ kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t first, int64_t sto
   int64_t row;
   if (first < 0 || first > stop || stop > kvedge_layer_range(layer, &row)) return KVEDGE_ERROR_ARGUMENT;
   kvedge_quiesce(); /* a late reader may look at rows that are written over */
-  float largest = 0.0f;
-  const kvedge_status status = rotate_keys(&layer->keys, row + first, row + stop, rotation, 0, &largest);
-  if (status != KVEDGE_OK) return status;
-  kvedge_raise_bound(&layer->key_bound, largest);
-  return rotate_keys(&layer->keys, row + first, row + stop, rotation, 1, &largest);
+  row_range ranges[4] = {
+      {layer, row + first, row + stop}
+  };
+  const int n = kvedge_has_ranges(layer) ? ranges_apart(layer, row + first, row + stop, ranges) : 1;
+  for (int store = 0; store < 2; store++)
+    for (int i = 0; i < n; i++) {
+      float largest = 0.0f;
+      const kvedge_status status =
+          rotate_keys(&ranges[i].layer->keys, ranges[i].first, ranges[i].stop, rotation, store, &largest);
+      if (status != KVEDGE_OK) return status;
+      kvedge_raise_bound(&ranges[i].layer->key_bound, largest);
+    }
+  return KVEDGE_OK;
 }

@@ -5,13 +5,28 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "store/ranges.h"
 #include "store/rotation.h"
 #include "system/dispatch.h"
 #include "system/pages.h"
+#include "system/parallel.h"
 #include "system/float_mode.h"
 
-enum { MAX_KV_HEADS = 65536 };
+enum { MAX_KV_HEADS = 65536, MAX_RECENT = 65536, MAX_ROOM = 1 << 30 };
 #define MAX_CAPACITY ((int64_t)1 << 40)
+
+/* What concerns first and last tokens; 0 if it is not valid. */
+static int complete_ranges(kvedge_layer_config *config) {
+  if (config->recent < 0 || config->recent > MAX_RECENT || config->sinks < 0 || config->sinks > MAX_RECENT) return 0;
+  if (config->recent_room < 0 || config->recent_room > MAX_ROOM) return 0;
+  if (config->recent_format == 0 && !config->recent && !config->sinks) return config->recent_room == 0;
+  if (config->recent_format == 0) config->recent_format = KVEDGE_RECENT(KVEDGE_FLOAT16);
+  const int format = config->recent_format - 1;
+  if (format != KVEDGE_FLOAT32 && format != KVEDGE_FLOAT16 && format != KVEDGE_BFLOAT16) return 0;
+  if (config->format == KVEDGE_NO_ROWS) return 0;
+  config->capacity = (config->capacity + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN;
+  return 1;
+}
 
 /* Fills in what the config leaves open; 0 if it is not valid. */
 static int complete_config(const kvedge_layer_config *given, kvedge_layer_config *config) {
@@ -26,6 +41,7 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (config->value_head_dim == 0) config->value_head_dim = config->head_dim;
   if (config->value_format == 0) config->value_format = KVEDGE_VALUES(config->format);
   const int widest = config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
+  if (!complete_ranges(config)) return 0;
   for (int values = 0; values < 2; values++) {
     const kvedge_format_info *format = kvedge_side_format(config, values);
     if (config->capacity % format->row_tokens) return 0;
@@ -35,6 +51,9 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (config->group_size == 0 || config->group_size > widest) config->group_size = widest;
   return 1;
 }
+
+/* A config that is complete: does its layer have three ranges? */
+static int has_ranges(const kvedge_layer_config *config) { return config->recent_format != 0; }
 
 /* One side of a layer, whose rows have `dim` elements, without its arrays. */
 static kvedge_side side_of(const kvedge_layer_config *config, const kvedge_format_info *format, int dim) {
@@ -61,8 +80,13 @@ static size_t key_vector_size(const kvedge_layer_config *config) {
   return (size_t)config->num_kv_heads * (size_t)config->head_dim;
 }
 
-static size_t header_bytes(const kvedge_layer_config *config) {
+/* Of the layer alone; headers of first and last tokens follow. */
+static size_t own_header_bytes(const kvedge_layer_config *config) {
   return kvedge_align(sizeof(kvedge_layer) + 2 * key_vector_size(config) * sizeof(float));
+}
+
+static size_t header_bytes(const kvedge_layer_config *config) {
+  return own_header_bytes(config) + (has_ranges(config) ? 2 * kvedge_align(sizeof(kvedge_layer)) : 0);
 }
 
 /* Bytes of a side's array of codes and of its scales; 0 if they do not fit into a size_t. */
@@ -82,7 +106,9 @@ static int side_bytes(const kvedge_layer_config *config, const kvedge_side *side
 
 /* Where the arrays of a layer lie in one block, from the end of its header on. */
 typedef struct {
-  size_t value_codes, key_scales, value_scales, bytes;
+  size_t value_codes, key_scales, value_scales;
+  size_t first_keys, first_values, last_keys, last_values;
+  size_t bytes;
 } slab_offsets;
 
 /* 0: they do not fit into a size_t. */
@@ -95,7 +121,23 @@ static int slabs_in_block(const kvedge_layer_config *config, slab_offsets *at) {
   at->key_scales = at->value_codes + value_codes;
   at->value_scales = at->key_scales + key_scales;
   at->bytes = at->value_scales + value_scales;
+  at->first_keys = at->first_values = at->last_keys = at->last_values = at->bytes;
+  if (!has_ranges(config)) return 1;
+  size_t *const offsets[] = {&at->first_keys, &at->first_values, &at->last_keys, &at->last_values};
+  for (int i = 0; i < 4; i++) {
+    const kvedge_layer_config of = i < 2 ? kvedge_first_config(config) : kvedge_last_config(config);
+    const kvedge_side side = i % 2 ? values_of(&of) : keys_of(&of);
+    size_t codes, scales;
+    if (!side_bytes(&of, &side, &codes, &scales)) return 0;
+    *offsets[i] = at->bytes, at->bytes += codes;
+  }
   return 1;
+}
+
+int64_t kvedge_layer_last_rows(const kvedge_layer_config *given) {
+  kvedge_layer_config config;
+  if (!complete_config(given, &config)) return -1;
+  return has_ranges(&config) ? kvedge_ring_rows(&config) : 0;
 }
 
 size_t kvedge_layer_header_bytes(const kvedge_layer_config *given) {
@@ -110,30 +152,64 @@ size_t kvedge_layer_bytes(const kvedge_layer_config *given) {
   return header_bytes(&config) + at.bytes;
 }
 
+/* An empty plain layer over arrays. */
+static void open_layer(kvedge_layer *layer, const kvedge_layer_config *config, const kvedge_slabs *slabs) {
+  kvedge_side keys = keys_of(config), values = values_of(config);
+  keys.codes = slabs->key_codes, values.codes = slabs->value_codes;
+  keys.scales = keys.format->has_scales ? slabs->key_scales : slabs->key_codes;
+  values.scales = values.format->has_scales ? slabs->value_scales : slabs->value_codes;
+  layer->config = *config;
+  layer->allocator = (kvedge_allocator){.allocate = NULL};
+  layer->keys = keys, layer->values = values;
+  layer->first = layer->last = NULL;
+  layer->written = 0;
+  atomic_init(&layer->start, 0);
+  atomic_init(&layer->stop, 0);
+  atomic_init(&layer->key_bound, 0.0f);
+  atomic_init(&layer->value_bound, 0.0f);
+}
+
+/* Gives an empty layer first and last tokens: two layers whose headers follow its own. */
+static void open_ranges(kvedge_layer *layer, const kvedge_slabs *slabs) {
+  layer->first = (kvedge_layer *)((char *)layer + own_header_bytes(&layer->config));
+  layer->last = (kvedge_layer *)((char *)layer->first + kvedge_align(sizeof(kvedge_layer)));
+  kvedge_layer_config first, last;
+  const kvedge_layer_config of_first = kvedge_first_config(&layer->config), of_last = kvedge_last_config(&layer->config);
+  complete_config(&of_first, &first), complete_config(&of_last, &last);
+  open_layer(layer->first, &first,
+             &(kvedge_slabs){.key_codes = slabs->first_keys, .value_codes = slabs->first_values});
+  open_layer(layer->last, &last, &(kvedge_slabs){.key_codes = slabs->last_keys, .value_codes = slabs->last_values});
+  atomic_init(&layer->first->stop, first.capacity); /* all their rows are there: the layer tells which are tokens */
+  atomic_init(&layer->last->stop, last.capacity);
+  atomic_init(&layer->version, 0);
+  atomic_init(&layer->last_from, 0);
+  atomic_init(&layer->first_row, 0);
+  atomic_init(&layer->num_first, 0);
+  atomic_init(&layer->num_readers, 0);
+  atomic_init(&layer->is_draining, 0);
+  kvedge_watch_forks();
+  atomic_init(&layer->process, kvedge_process());
+  layer->first_stop = layer->config.sinks;
+  layer->last_written = layer->drained_from = 0;
+}
+
 kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *given,
                                   const kvedge_slabs *slabs, kvedge_layer **out) {
   kvedge_layer_config config;
   if (!header || !slabs || !out || !complete_config(given, &config)) return KVEDGE_ERROR_ARGUMENT;
   if (!slabs->key_codes || !slabs->value_codes) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_side keys = keys_of(&config), values = values_of(&config);
+  const kvedge_side keys = keys_of(&config), values = values_of(&config);
   if ((keys.format->has_scales && !slabs->key_scales) || (values.format->has_scales && !slabs->value_scales))
+    return KVEDGE_ERROR_ARGUMENT;
+  if (has_ranges(&config) && config.sinks && (!slabs->first_keys || !slabs->first_values)) return KVEDGE_ERROR_ARGUMENT;
+  if (has_ranges(&config) && kvedge_ring_rows(&config) && (!slabs->last_keys || !slabs->last_values))
     return KVEDGE_ERROR_ARGUMENT;
   if (bytes < header_bytes(&config)) return KVEDGE_ERROR_MEMORY;
   kvedge_status status = kvedge_isa_ready();
   if (status != KVEDGE_OK) return status;
-  kvedge_layer *layer = header;
-  layer->config = config;
-  layer->allocator = (kvedge_allocator){.allocate = NULL};
-  keys.codes = slabs->key_codes, values.codes = slabs->value_codes;
-  keys.scales = keys.format->has_scales ? slabs->key_scales : slabs->key_codes;
-  values.scales = values.format->has_scales ? slabs->value_scales : slabs->value_codes;
-  layer->keys = keys, layer->values = values;
-  atomic_init(&layer->start, 0);
-  atomic_init(&layer->stop, 0);
-  layer->written = 0;
-  atomic_init(&layer->key_bound, 0.0f);
-  atomic_init(&layer->value_bound, 0.0f);
-  *out = layer;
+  *out = header;
+  open_layer(*out, &config, slabs);
+  if (has_ranges(&config)) open_ranges(*out, slabs);
   return KVEDGE_OK;
 }
 
@@ -147,7 +223,11 @@ kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_c
   kvedge_slabs slabs = {.key_codes = base,
                         .value_codes = base + at.value_codes,
                         .key_scales = base + at.key_scales,
-                        .value_scales = base + at.value_scales};
+                        .value_scales = base + at.value_scales,
+                        .first_keys = base + at.first_keys,
+                        .first_values = base + at.first_values,
+                        .last_keys = base + at.last_keys,
+                        .last_values = base + at.last_values};
   return kvedge_layer_attach(memory, bytes, &config, &slabs, out);
 }
 
@@ -252,6 +332,7 @@ static token_rows tokens_from(const token_rows *rows, int64_t first, int64_t num
 }
 
 static kvedge_status check_tokens(const kvedge_layer *layer, const token_rows *rows, kvedge_bounds *bound) {
+  if (kvedge_has_ranges(layer)) return kvedge_ranges_check(layer, &rows->keys, &rows->values, rows->num_tokens, bound);
   kvedge_status status = kvedge_rows_check(&layer->keys, &rows->keys, rows->num_tokens, &bound->keys);
   if (status == KVEDGE_OK) status = kvedge_rows_check(&layer->values, &rows->values, rows->num_tokens, &bound->values);
   return status;
@@ -263,6 +344,21 @@ static void store_tokens(kvedge_layer *layer, const token_rows *rows, const kved
   kvedge_rows_store(&layer->values, &rows->values, rows->num_tokens, row);
   kvedge_raise_bound(&layer->key_bound, bound->keys);
   kvedge_raise_bound(&layer->value_bound, bound->values);
+}
+
+static void set_appended(kvedge_layer *layer, int64_t len) {
+  atomic_store_explicit(&layer->stop, row_of(layer, len), memory_order_release);
+}
+
+/* Stores tokens that passed all checks behind the last one. */
+static void append_checked(kvedge_layer *layer, const token_rows *rows, const kvedge_bounds *bound) {
+  if (kvedge_has_ranges(layer)) {
+    kvedge_ranges_append(layer, &rows->keys, &rows->values, rows->num_tokens, bound);
+    return;
+  }
+  store_tokens(layer, rows, bound);
+  kvedge_raise_written(layer, row_of(layer, rows->position) + rows->num_tokens);
+  set_appended(layer, rows->position + rows->num_tokens);
 }
 
 static kvedge_status write_chunk(kvedge_layer *layer, const token_rows *rows) {
@@ -277,7 +373,8 @@ static kvedge_status check_call(const kvedge_layer *layer, const token_rows *row
   if (!layer || rows->position < 0 || rows->num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   if (rows->num_tokens > 0 && !(kvedge_array_is_valid(&rows->keys) && kvedge_array_is_valid(&rows->values)))
     return KVEDGE_ERROR_ARGUMENT;
-  if ((rows->position | rows->num_tokens) & (kvedge_row_tokens(layer) - 1)) return KVEDGE_ERROR_ARGUMENT;
+  if (!kvedge_has_ranges(layer) && (rows->position | rows->num_tokens) & (kvedge_row_tokens(layer) - 1))
+    return KVEDGE_ERROR_ARGUMENT;
   const int64_t left = layer->config.capacity - row_of(layer, 0);
   return rows->num_tokens > left - rows->position ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
 }
@@ -301,13 +398,17 @@ static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
   return KVEDGE_OK;
 }
 
-static void set_appended(kvedge_layer *layer, int64_t len) {
-  atomic_store_explicit(&layer->stop, row_of(layer, len), memory_order_release);
-}
-
 static kvedge_status append_tokens(kvedge_layer *layer, token_rows rows) {
   rows.position = layer ? kvedge_layer_len(layer) : 0;
-  kvedge_status status = write_tokens(layer, &rows);
+  kvedge_status status;
+  if (layer && kvedge_has_ranges(layer)) {
+    kvedge_bounds bound;
+    status = check_call(layer, &rows);
+    if (status == KVEDGE_OK && rows.num_tokens > 0) status = check_tokens(layer, &rows, &bound);
+    if (status == KVEDGE_OK && rows.num_tokens > 0) append_checked(layer, &rows, &bound);
+    return status;
+  }
+  status = write_tokens(layer, &rows);
   if (status == KVEDGE_OK) set_appended(layer, rows.position + rows.num_tokens);
   return status;
 }
@@ -326,7 +427,7 @@ kvedge_status kvedge_layer_write(kvedge_layer *layer, int64_t position, const fl
                                  int64_t num_tokens) {
   KVEDGE_FLOAT_MODE;
   const token_rows rows = dense_tokens(layer, position, keys, values, num_tokens);
-  return write_tokens(layer, &rows);
+  return layer && kvedge_has_ranges(layer) ? KVEDGE_ERROR_ARGUMENT : write_tokens(layer, &rows);
 }
 
 kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens) {
@@ -366,9 +467,7 @@ kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_arr
   }
   for (int i = 0; i < num_layers; i++) {
     const token_rows rows = rows_of_batch(layers[i], &keys[i], &values[i], num_tokens);
-    store_tokens(layers[i], &rows, &layers[i]->checked);
-    kvedge_raise_written(layers[i], row_of(layers[i], rows.position) + num_tokens);
-    set_appended(layers[i], rows.position + num_tokens);
+    if (num_tokens > 0) append_checked(layers[i], &rows, &layers[i]->checked);
   }
   return KVEDGE_OK;
 }
@@ -390,11 +489,15 @@ int64_t kvedge_layer_len(const kvedge_layer *layer) {
   return kvedge_layer_range(layer, &start);
 }
 
-int64_t kvedge_layer_written(const kvedge_layer *layer) { return layer->written - row_of(layer, 0); }
+int64_t kvedge_layer_written(const kvedge_layer *layer) {
+  int64_t rows = layer->written; /* of runs: the tokens of the last one lie among the last tokens */
+  if (kvedge_has_ranges(layer) && layer->last_written > rows) rows = layer->last_written;
+  return rows - row_of(layer, 0);
+}
 
 kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens) {
   KVEDGE_FLOAT_MODE;
-  if (!layer || position < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer || position < 0 || num_tokens < 0 || kvedge_has_ranges(layer)) return KVEDGE_ERROR_ARGUMENT;
   if (num_tokens > layer->config.capacity - row_of(layer, 0) - position) return KVEDGE_ERROR_ARGUMENT;
   const int64_t row = row_of(layer, position), stop = row + num_tokens;
   kvedge_raise_bound(&layer->key_bound, kvedge_rows_bound(&layer->keys, row, stop));
@@ -407,6 +510,11 @@ kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len) {
   if (!layer || len < 0 || len > layer->config.capacity - row_of(layer, 0)) return KVEDGE_ERROR_ARGUMENT;
   int64_t old = kvedge_layer_len(layer);
   if (len < old) kvedge_quiesce(); /* rows that a late reader may look at become writable */
+  if (kvedge_has_ranges(layer)) {
+    if (len > old && len > kvedge_layer_written(layer)) return KVEDGE_ERROR_ARGUMENT;
+    kvedge_ranges_set_stop(layer, row_of(layer, len));
+    return KVEDGE_OK;
+  }
   if (len == 0) {
     atomic_store_explicit(&layer->key_bound, 0.0f, memory_order_relaxed);
     atomic_store_explicit(&layer->value_bound, 0.0f, memory_order_relaxed);
@@ -419,7 +527,7 @@ kvedge_status kvedge_layer_set_len(kvedge_layer *layer, int64_t len) {
 
 kvedge_status kvedge_layer_drop_first(kvedge_layer *layer, int64_t num_tokens) {
   if (!layer || num_tokens < 0 || num_tokens > kvedge_layer_len(layer)) return KVEDGE_ERROR_ARGUMENT;
-  if (num_tokens > 0 && kvedge_row_tokens(layer) > 1) return KVEDGE_ERROR_ARGUMENT;
+  if (num_tokens > 0 && kvedge_row_tokens(layer) > 1 && !kvedge_has_ranges(layer)) return KVEDGE_ERROR_ARGUMENT;
   atomic_store_explicit(&layer->start, row_of(layer, num_tokens), memory_order_release);
   return KVEDGE_OK;
 }
@@ -428,6 +536,10 @@ kvedge_status kvedge_layer_compact(kvedge_layer *layer) {
   if (!layer) return KVEDGE_ERROR_ARGUMENT;
   int64_t start, len = kvedge_layer_range(layer, &start);
   if (start == 0) return KVEDGE_OK;
+  if (kvedge_has_ranges(layer)) {
+    kvedge_ranges_compact(layer);
+    return KVEDGE_OK;
+  }
   kvedge_quiesce(); /* a late reader may look at rows that are written over */
   kvedge_copy_tokens(layer, start, layer, 0, len);
   layer->written = len;
@@ -443,7 +555,8 @@ kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64
   if (!layer || !out || row < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
   const int64_t len = kvedge_layer_range(layer, &start);
   if (num_tokens > start + len - row) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_rows_load(values ? &layer->values : &layer->keys, row, row + num_tokens, out);
+  if (kvedge_has_ranges(layer)) kvedge_ranges_load(layer, values, row, row + num_tokens, out);
+  else kvedge_rows_load(values ? &layer->values : &layer->keys, row, row + num_tokens, out);
   return KVEDGE_OK;
 }
 
@@ -467,4 +580,7 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs) {
   *slabs = (kvedge_slabs){.key_codes = layer->keys.codes, .value_codes = layer->values.codes};
   if (layer->keys.format->has_scales) slabs->key_scales = layer->keys.scales;
   if (layer->values.format->has_scales) slabs->value_scales = layer->values.scales;
+  if (!kvedge_has_ranges(layer)) return;
+  slabs->first_keys = layer->first->keys.codes, slabs->first_values = layer->first->values.codes;
+  slabs->last_keys = layer->last->keys.codes, slabs->last_values = layer->last->values.codes;
 }

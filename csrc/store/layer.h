@@ -25,6 +25,16 @@ struct kvedge_layer {
   /* At least the largest scale (formats without: magnitude) stored; attention scales by their exponents, so that
    * neither huge nor tiny caches leave float's range. */
   _Atomic float key_bound, value_bound;
+  /* Of a layer of three ranges; else `first` and `last` are NULL. See store/ranges.h. */
+  kvedge_layer *first, *last;
+  _Atomic uint32_t version; /* odd while the writer changes stop and the next three */
+  _Atomic int64_t last_from; /* the first row whose token is among the last ones, up to stop; above stop: none is */
+  _Atomic int64_t first_row, num_first; /* tokens of rows first_row.. that lie in rows 0..num_first-1 of `first` */
+  int64_t first_stop;                   /* tokens of rows below it are first ones */
+  int64_t last_written; /* rows from last_from up to it are in the ring; above stop where the layer went back */
+  int64_t drained_from; /* no call is at work that began when last_from was lower */
+  _Atomic int num_readers, is_draining;
+  _Atomic uint32_t process; /* kvedge_process() of the readers */
   kvedge_allocator allocator; /* that gave its memory; allocate is NULL: the caller brought it */
   float key_vectors[];        /* (2, num_kv_heads, head_dim): the key offset and the key scale, where they are set */
 };
@@ -38,7 +48,8 @@ static inline int kvedge_row_tokens(const kvedge_layer *layer) {
 
 /* May blocks of a pool have so many tokens? */
 static inline int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_size) {
-  return block_size >= 1 && block_size <= pool->config.capacity && block_size % kvedge_row_tokens(pool) == 0;
+  return !pool->last && block_size >= 1 && block_size <= pool->config.capacity &&
+         block_size % kvedge_row_tokens(pool) == 0;
 }
 
 static inline void kvedge_raise_bound(_Atomic float *bound, float value) {

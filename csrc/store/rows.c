@@ -52,6 +52,16 @@ kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *row
   return isinf(*bound) ? KVEDGE_ERROR_SCALE : KVEDGE_OK;
 }
 
+kvedge_side kvedge_side_of_head(const kvedge_side *side, int64_t row, int head) {
+  kvedge_side one = *side;
+  one.num_kv_heads = 1;
+  one.codes = kvedge_codes_at(side, row) + (size_t)head * side->row_bytes;
+  one.scales = kvedge_scales_at(side, row) + (size_t)head * side->scale_row_bytes;
+  if (one.offset) one.offset += (ptrdiff_t)head * side->shape.dim;
+  if (one.scale) one.scale += (ptrdiff_t)head * side->shape.dim;
+  return one;
+}
+
 /* Some channels of the tokens of a run, rotated. */
 static void rotate_run(const kvedge_side *side, const kvedge_array *rows, int64_t first, int head, int channel,
                        int count, float *to) {

@@ -38,6 +38,9 @@ void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_
 /* Reads the tokens in rows start..stop-1 back. */
 void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, float *out);
 
+/* The keys, or values, of one token (or of the run that it lies in) and head, as a side of one row. */
+kvedge_side kvedge_side_of_head(const kvedge_side *side, int64_t row, int head);
+
 /* Copies tokens from a row of one side on to another, stored alike, or within one. */
 void kvedge_copy_rows(const kvedge_side *from, int64_t row, const kvedge_side *to, int64_t at, int64_t num_tokens);
 

@@ -33,4 +33,8 @@ int kvedge_job_threads(int num_threads, int num_tasks);
 /* Runs the work on up to num_threads threads, this one included, and gives the job back. */
 void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads);
 
+/* A number of this process among those that were forked from one another, once it was asked to watch for forks. */
+uint32_t kvedge_process(void);
+void kvedge_watch_forks(void);
+
 #endif
