@@ -14,7 +14,6 @@ left.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvedge import c_library
+from kvedge.core import packages
 from kvedge.errors import BackendUnavailableError
 
 __all__ = ["Report", "disable", "enable", "environment", "library", "report"]
@@ -119,15 +119,13 @@ def enable() -> Report:
     Raises
     ------
     BackendUnavailableError
-        kvedge was installed without ``libggml-kvedge.so``, or ``llama_cpp`` is not installed.
+        kvedge was installed without ``libggml-kvedge.so``, or ``llama_cpp`` is not installed, too
+        old, or cannot be imported; then the reason is its cause.
     """
     loaded = _load()
-    if importlib.util.find_spec("llama_cpp") is None:
-        raise BackendUnavailableError(
-            "llama-cpp-python is not installed: pip install llama-cpp-python"
-        )
-    import llama_cpp
-
+    llama_cpp = packages.require(
+        "llama_cpp", "kvedge.llama_cpp.enable() needs", error=BackendUnavailableError
+    )
     handle = llama_cpp.llama_cpp._lib._handle
     llama_cpp.llama_backend_init()  # where backends are libraries of their own, it loads them
     text = ctypes.create_string_buffer(_TEXT_BYTES)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ..errors import InvalidArgumentError, MissingExtraError
+from ..core.packages import require
+from ..errors import InvalidArgumentError
 from .chat_template import ChatTemplate
 from .text_splits import text_split
 from .tokenizer import WithControlTexts
@@ -57,14 +58,7 @@ class ByteLevelBpeTokenizer(WithControlTexts):
         spelled_ids: Collection[int] = (),
         add_bos: bool | None = None,
     ) -> None:
-        try:
-            import tokenizers
-            from tokenizers import Tokenizer  # noqa: F401 (a mere folder of that name has none)
-        except ImportError as error:
-            raise MissingExtraError(
-                "this model's byte-level tokenizer needs the package tokenizers: "
-                "pip install kvedge[gguf]"
-            ) from error
+        tokenizers = require("tokenizers", "this model's byte-level tokenizer needs")
         way = text_split(split)
         self.vocab_size = len(tokens)
         for token in (*stop_ids, *special_ids, *spelled_ids, *([] if bos_id is None else [bos_id])):

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CorruptFileError, MissingExtraError, UnsupportedModelError
+from ..core.packages import require
+from ..errors import CorruptFileError, UnsupportedModelError
 from .gguf_header import GgufHeader, TensorInfo
 
 __all__ = ["GgufFile", "is_gguf"]
@@ -185,15 +186,9 @@ class GgufFile:
         kind = tensor.type.name
         if kind in _PLAIN:
             return np.array(data.view(_PLAIN[kind]), dtype=np.float32, order="C")
+        gguf = require("gguf", f"weights of the format {kind} need")
         try:
-            from gguf import GGMLQuantizationType, dequantize
-        except ImportError as error:
-            raise MissingExtraError(
-                f"reading weights of the format {kind} needs the package gguf: "
-                "pip install kvedge[gguf]"
-            ) from error
-        try:
-            values = dequantize(data, GGMLQuantizationType(tensor.type_number))
+            values = gguf.dequantize(data, gguf.GGMLQuantizationType(tensor.type_number))
         except (NotImplementedError, ValueError) as error:  # ValueError: no such type in this gguf
             raise UnsupportedModelError(
                 f"{self.path}: the tensor {tensor.name!r} has the format {kind}, "

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvedge
-from kvedge.cli import compare, engines, main, resume
+from kvedge.cli import compare, main, resume
 from kvedge.console import exits, output
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 from kvedge.llama import LlamaModel, Sampler
@@ -398,7 +398,10 @@ def test_a_context_beyond_the_models_own_is_refused_with_the_reason(tmp_path, ca
 def test_without_llama_cpp_a_gguf_file_runs_on_numpy(tmp_path, capsys, monkeypatch):
     gguf_files = pytest.importorskip("gguf_files")
     path = gguf_files.write_gguf(tmp_path / "m.gguf", LlamaModel.from_file(STORIES_MODEL))
-    monkeypatch.setattr(engines, "is_installed", lambda name: name != "llama_cpp")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: find_spec(name) if name != "llama_cpp" else None
+    )
     made = _generate(capsys, "-m", path, "-n", 3)
     assert made["engine"] == "numpy" and "not installed" in made["engine_reason"]
     error = _fails(capsys, "-m", path, "--engine", "llama.cpp", code=exits.UNAVAILABLE)
