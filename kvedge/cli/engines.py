@@ -137,6 +137,11 @@ def load(options: argparse.Namespace, output: Output) -> tuple[str, LlamaModel]:
         return load_model(options, output)
     from kvedge.cli.llama_cpp_model import LlamaCppModel
 
+    if "float32" in (options.cache, options.key_dtype, options.value_dtype):
+        output.note(
+            "llama.cpp converts rows of float32 to float16 before flash attention: results are "
+            "those of a float16 cache; --engine numpy attends to float32"
+        )
     with output.status("loading the model"):
         model: Any = LlamaCppModel(options.model)
     return options.model, model

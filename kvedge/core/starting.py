@@ -11,7 +11,7 @@ import os
 import sys
 from types import TracebackType
 
-__all__ = ["end_quietly_when_interrupted", "is_command"]
+__all__ = ["end_quietly_when_interrupted", "is_command", "is_for_the_command"]
 
 
 def is_command() -> bool:
@@ -21,6 +21,20 @@ def is_command() -> bool:
         return any(argument in ("kvedge", "-mkvedge") for argument in sys.orig_argv[1:])
     name, _ = os.path.splitext(os.path.basename(program))
     return name == "kvedge"
+
+
+def is_for_the_command() -> bool:
+    """Whether the package is being imported on behalf of ``kvedge.cli``, which tells of errors."""
+    if is_command():
+        return True
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_find_and_load":  # of Python's import
+            name = frame.f_locals.get("name")
+            if name in ("kvedge.cli", "kvedge.__main__"):
+                return True
+    return False
 
 
 def end_quietly_when_interrupted() -> None:
