@@ -57,7 +57,7 @@ def shape_from_hf_config(path: str) -> CacheShape:
     if file.is_dir():
         file = file / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:  # also JSONDecodeError, UnicodeDecodeError
         raise CommandError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):

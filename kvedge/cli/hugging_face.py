@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import sys
 import time
 from typing import Any
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     arguments = _sampling_arguments(settings)
     seed = None
     if settings["temperature"] > 0:
-        seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+        seed = sampling.seed_of(options)
         if options.group is not None:
             seed = ranks.shared_seed(options.group, seed)
         torch.manual_seed(seed)
