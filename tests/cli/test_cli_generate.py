@@ -508,7 +508,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, capsys, monkeypatch):
     config = tmp_path / "config.json"
     fields = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     config.write_text("\ufeff" + json.dumps(fields), encoding="utf-8")
-    assert main(["plan", "--hf-config", str(config), "--json"]) == exits.OK
+    assert main(["plan", "--hf-config", str(config), "--context", "64", "--json"]) == exits.OK
     policy = kvedge.LayerPolicy([{"dtype": "int8"}] * 5)
     policy.save(tmp_path / "policy.json")
     content = (tmp_path / "policy.json").read_bytes()
