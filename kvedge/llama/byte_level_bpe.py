@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..core.packages import require
 from ..errors import InvalidArgumentError
 from .chat_template import ChatTemplate
@@ -67,7 +69,10 @@ class ByteLevelBpeTokenizer(WithControlTexts):
         self.bos_id = bos_id
         self.stop_ids = frozenset(stop_ids)
         self.add_bos = bos_id is not None and (way.add_bos if add_bos is None else add_bos)
-        self._tokens = list(tokens)
+        texts = [text.encode("utf-8", "surrogatepass") for text in tokens]
+        self._texts = b"".join(texts)  # a Python object per token would take ten times as much
+        self._ends = np.cumsum([0, *map(len, texts)])
+        del texts
         self._special = frozenset(special_ids)
 
         pre = tokenizers.pre_tokenizers
@@ -183,7 +188,9 @@ class ByteLevelBpeTokenizer(WithControlTexts):
         self._check(token)
         if token in self._special:
             return b""
-        text = self._tokens[token]
+        text = self._texts[self._ends[token] : self._ends[token + 1]].decode(
+            "utf-8", "surrogatepass"
+        )
         try:
             return bytes(self._byte_of[char] for char in text)
         except KeyError:  # a user-defined token is plain text

@@ -21,8 +21,13 @@ from .gguf_header import GgufHeader, TensorInfo
 __all__ = ["GgufFile", "is_gguf"]
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-_ELEMENTS_AT_ONCE = 1 << 20  # of a tensor: 4 MB of float32
+_ELEMENTS_AT_ONCE = 1 << 18  # of a tensor: 1 MB of float32, and as much again in between
 _PLAIN = {"F32": "<f4", "F16": "<f2"}  # formats that NumPy reads
+
+
+def is_plain(kind: str) -> bool:
+    """Whether NumPy reads a format of tensors, without the package gguf."""
+    return kind in _PLAIN
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
