@@ -12,7 +12,8 @@ from kvedge.cli.model import load_model
 from kvedge.console.exits import UsageError
 from kvedge.console.output import Output
 from kvedge.core import packages
-from kvedge.llama_cpp import Report, report
+from kvedge.errors import BackendUnavailableError
+from kvedge.llama_cpp import Report, library, report
 
 if TYPE_CHECKING:
     from kvedge.llama import LlamaModel
@@ -85,6 +86,11 @@ def choose(options: argparse.Namespace) -> None:
         obstacle = packages.obstacle("llama_cpp", NEEDS)
     if obstacle is None and kvedge.backend != "native":
         obstacle = "kvedge runs without its C library here"
+    if obstacle is None:
+        try:
+            library()
+        except BackendUnavailableError as error:
+            obstacle = str(error)
     options.engine, options.engine_reason = (
         (LLAMA_CPP, "") if obstacle is None else (NUMPY, obstacle)
     )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvedge.cli import llama_cpp_model
+from kvedge import llama_cpp
+from kvedge.cli import llama_cpp_model, main
 from kvedge.console import exits
 from kvedge.core.packages import PACKAGES
 from kvedge.data import STORIES_MODEL
@@ -60,6 +61,11 @@ for module in PACKAGES:
     except Exception as error:
         found[module] = (type(error).__name__, str(error), type(error.__cause__).__name__)
     assert obstacle(module).partition(" ")[2] in found[module][1]
+try:
+    import kvedge.transformers
+except Exception as error:
+    cause = type(error.__cause__).__name__
+    found["kvedge.transformers"] = (type(error).__name__, str(error), cause)
 print(json.dumps(found))
 """
 
@@ -70,6 +76,8 @@ def test_every_package_that_cannot_be_imported_is_one_error_with_its_cause(tmp_p
     done = python(broken(tmp_path, PACKAGES, source), "-c", ASK)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
+    assert found["kvedge.transformers"][0] == "MissingExtraError"
+    assert found.pop("kvedge.transformers")[2] == found["torch"][2]
     assert found.keys() == PACKAGES.keys()
     for module, (error, text, cause) in found.items():
         assert error == "MissingExtraError" and PACKAGES[module].name in text, module
@@ -87,6 +95,16 @@ def test_a_package_below_the_least_version_is_too_old(tmp_path):
         if package.minimum:
             least = ".".join(map(str, package.minimum))
             assert f"(0.1; {least} or later is needed)" in found[module][1]
+
+
+def test_generate_goes_on_where_kvedge_was_built_without_what_is_for_ggml(
+    model, capsys, monkeypatch
+):
+    pytest.importorskip("llama_cpp.llama_cpp")
+    monkeypatch.setattr(llama_cpp, "LIBRARY", Path("/no/such.so"))
+    assert main(["generate", "-m", str(model), "-n", "3", "--json"]) == exits.OK
+    made = json.loads(capsys.readouterr().out)
+    assert made["engine"] == "numpy" and "without its C library" in made["engine_reason"]
 
 
 @pytest.fixture
@@ -120,8 +138,6 @@ def test_what_the_engine_calls_is_asked_for_before():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_enable_raises_one_error_with_the_cause(tmp_path, way):
-    from kvedge import llama_cpp
-
     if not llama_cpp.LIBRARY.is_file():
         pytest.skip("kvedge was built without its library for ggml")
     source, told = WAYS[way]
