@@ -98,7 +98,11 @@ def library() -> Path:
 
 def _load() -> ctypes.CDLL:
     if _state["library"] is None:
-        loaded = ctypes.CDLL(str(library()))
+        path = library()
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BackendUnavailableError(f"{path} cannot be loaded: {error}") from error
         loaded.kvedge_ggml_enable.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
         loaded.kvedge_ggml_enable.restype = ctypes.c_int
         loaded.kvedge_ggml_disable.restype = None

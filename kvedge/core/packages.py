@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -180,10 +181,10 @@ def is_installed(module: str) -> bool:
     """
     try:
         spec = importlib.util.find_spec(module)
-    except ImportError:
+    except ValueError:  # it is there without a spec, or None stands in its place
+        return sys.modules.get(module) is not None
+    except Exception:
         return True  # what finds modules fails for it: importing says why
-    except ValueError:  # something else goes by that name
-        return False
     return spec is not None and spec.origin is not None
 
 
@@ -202,12 +203,12 @@ def _load(module: str, needs: Sequence[str]) -> Any:
         reason = f"is installed but cannot be imported ({_in_one_line(error)})"
         raise _UnusableError(reason) from error
     upgrade = package.install.replace("install", "install --upgrade", 1)
-    found = version(module)
-    if package.minimum and _release(found) < package.minimum:
-        least = ".".join(map(str, package.minimum))
-        raise _UnusableError(f"is too old ({found}; {least} or later is needed): {upgrade}")
+    if package.minimum and _release(version(module)) < package.minimum:
+        told = f"{version(module)}; {'.'.join(map(str, package.minimum))} or later is needed"
+        raise _UnusableError(f"is too old ({told}): {upgrade}")
     if lacking is not None:
-        reason = f"is too old or something else of that name ({found} has no {lacking})"
+        told = f"{version(module)} has no {lacking}"
+        reason = f"is too old or something else of that name ({told})"
         raise _UnusableError(f"{reason}: {upgrade}") from AttributeError(lacking)
     return loaded
 

@@ -25,16 +25,15 @@ def is_command() -> bool:
 
 def is_for_the_command() -> bool:
     """Whether the package is being imported on behalf of ``kvedge.cli``, which tells of errors."""
-    if is_command():
-        return True
-    frame = sys._getframe()
+    if is_command() or sys.argv[:1] == ["-m"]:
+        return is_command()
+    asked, frame = "", sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_name == "_find_and_load":  # of Python's import
-            name = frame.f_locals.get("name")
-            if name in ("kvedge.cli", "kvedge.__main__"):
-                return True
-    return False
+            name = str(frame.f_locals.get("name"))
+            asked = name if name.startswith("kvedge") else asked
+    return asked in ("kvedge.cli", "kvedge.__main__")
 
 
 def end_quietly_when_interrupted() -> None:
