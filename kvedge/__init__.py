@@ -21,7 +21,7 @@ from kvedge import old_pickles
 from kvedge._version import __version__
 from kvedge.c_library import get_include, get_library_dir
 from kvedge.cache.snapshot import KvCacheSnapshot
-from kvedge.core.starting import is_command
+from kvedge.core.starting import is_for_the_command
 from kvedge.errors import (
     BackendUnavailableError,
     BlockNotHeldError,
@@ -78,7 +78,7 @@ try:
         tolerance_counts,
     )
 except KvedgeError as error:
-    if not is_command():
+    if not is_for_the_command():
         raise
     _failure = error  # kvedge.cli tells of it
 else:
@@ -167,7 +167,7 @@ __all__ = [
     "tolerance_counts",
 ]
 
-del TYPE_CHECKING, is_command, old_pickles, sys
+del TYPE_CHECKING, is_for_the_command, old_pickles, sys
 
 
 def __dir__() -> list[str]:

@@ -14,8 +14,8 @@ left.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvedge import c_library
+from kvedge.core import packages
 from kvedge.errors import BackendUnavailableError
 
 __all__ = ["Report", "disable", "enable", "environment", "library", "report"]
@@ -47,7 +48,9 @@ class Report:
     taken : int
         Attention nodes that kvedge has computed so far: one per layer and graph.
     left : mapping of str to int
-        Attention nodes that ggml has computed although kvedge was enabled, by the reason.
+        Attention nodes that ggml has computed although kvedge was enabled, by the reason. Graphs
+        without such nodes, since flash attention is off, and graphs of contexts that were made
+        before :func:`enable` are counted as graphs; their reasons say what helps.
     """
 
     enabled: bool
@@ -61,7 +64,8 @@ class Report:
             return f"kvedge leaves attention to ggml: {self.reason}"
         told = (
             f"kvedge attends in {self.version}, in contexts made from now on: caches of float16, "
-            "bfloat16, float32 and q8_0 where they lie, other types decoded"
+            "bfloat16 and q8_0 where they lie, of float32 as llama.cpp converts them to float16, "
+            "other types decoded"
         )
         if not self.taken and not self.left:
             return told
@@ -94,7 +98,11 @@ def library() -> Path:
 
 def _load() -> ctypes.CDLL:
     if _state["library"] is None:
-        loaded = ctypes.CDLL(str(library()))
+        path = library()
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BackendUnavailableError(f"{path} cannot be loaded: {error}") from error
         loaded.kvedge_ggml_enable.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
         loaded.kvedge_ggml_enable.restype = ctypes.c_int
         loaded.kvedge_ggml_disable.restype = None
@@ -119,15 +127,13 @@ def enable() -> Report:
     Raises
     ------
     BackendUnavailableError
-        kvedge was installed without ``libggml-kvedge.so``, or ``llama_cpp`` is not installed.
+        kvedge was installed without ``libggml-kvedge.so``, or ``llama_cpp`` is not installed, too
+        old, or cannot be imported; then the reason is its cause.
     """
     loaded = _load()
-    if importlib.util.find_spec("llama_cpp") is None:
-        raise BackendUnavailableError(
-            "llama-cpp-python is not installed: pip install llama-cpp-python"
-        )
-    import llama_cpp
-
+    llama_cpp = packages.require(
+        "llama_cpp", "kvedge.llama_cpp.enable() needs", error=BackendUnavailableError
+    )
     handle = llama_cpp.llama_cpp._lib._handle
     llama_cpp.llama_backend_init()  # where backends are libraries of their own, it loads them
     text = ctypes.create_string_buffer(_TEXT_BYTES)
@@ -191,10 +197,29 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     -------
     dict of str to str
         The same, with ``libggml-kvedge.so`` in front of ``LD_PRELOAD``.
+
+    Raises
+    ------
+    BackendUnavailableError
+        kvedge was installed without the library, or in a folder whose name the loader would take
+        apart; ``kvedge exec`` works there too.
     """
-    made = dict(os.environ if base is None else base)
-    others = [
-        each for each in made.get("LD_PRELOAD", "").split(":") if each and each != str(library())
-    ]
-    made["LD_PRELOAD"] = ":".join([str(library()), *others])
-    return made
+    path = str(library())
+    if not can_be_preloaded(path):
+        raise BackendUnavailableError(
+            f"the system's loader takes {path} apart, at spaces, colons and dollar signs: install "
+            "kvedge elsewhere, or start the program by kvedge exec"
+        )
+    return preloading(path, os.environ if base is None else base)
+
+
+def can_be_preloaded(path: str) -> bool:
+    """Whether the loader takes a path in LD_PRELOAD as it is: some characters stand for more."""
+    return not re.search(r"[\s:$]", path)
+
+
+def preloading(path: str, base: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with a library in front of those that are loaded before others."""
+    before = re.split("[ :]+", base.get("LD_PRELOAD", ""))
+    others = [each for each in before if each not in ("", path)]
+    return {**base, "LD_PRELOAD": ":".join([path, *others])}

@@ -13,6 +13,9 @@ const char *name_of_reason(reason why) {
                                                  "strides or widths that are not known",
                                                  "keys or values to decode for few query rows",
                                                  "the backend was computing another graph",
-                                                 "fell back to ggml's kernel"};
+                                                 "fell back to ggml's kernel",
+                                                 "graphs without an attention node: flash attention is off, and "
+                                                 "flash_attn=True, --flash_attn true or -fa on turns it on",
+                                                 "graphs of contexts made before enable(): make contexts after it"};
   return names[why];
 }

@@ -48,15 +48,26 @@ static void free_hooked(backend *b) {
   own(b);
 }
 
+/* Does a graph attend by products and a softmax? That has a mask, or several heads; one of experts has neither. */
+static int has_softmax_of_heads(const host *h, graph *g) {
+  const int num_nodes = h->f.ggml_graph_n_nodes(g);
+  for (int i = 0; i < num_nodes; i++) {
+    const tensor *node = h->f.ggml_graph_node(g, i);
+    if ((node->src[1] || node->ne[2] > 1) && strcmp(h->f.ggml_op_name(node->op), "SOFT_MAX") == 0) return 1;
+  }
+  return 0;
+}
+
 /* Lets the attention nodes of a graph run on kvedge; returns how many. */
 static int replace_nodes(state *s, graph *g) {
   const host *h = s->of;
   const int num_nodes = h->f.ggml_graph_n_nodes(g);
-  int num = 0;
+  int num = 0, num_attention = 0;
   for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) s->masks[i].mask = NULL; /* those of the last graph */
   for (int i = 0; i < num_nodes; i++) {
     tensor *node = h->f.ggml_graph_node(g, i);
     if (node->op != h->op_attention) continue;
+    num_attention++;
     const reason why = serves(h, node, s->takes_all);
     if (why != TAKEN) {
       count(why, 1);
@@ -65,6 +76,7 @@ static int replace_nodes(state *s, graph *g) {
     if (!grow(&s->jobs, &s->room_jobs, num + 1, sizeof *s->jobs)) break;
     s->jobs[num++] = (job){.of = s, .node = node};
   }
+  if (!num_attention && has_softmax_of_heads(h, g)) count(LEFT_NO_NODE, 1);
   for (int i = 0; i < num; i++) { /* once the jobs stay where they are */
     job *j = &s->jobs[i];
     const custom_params params = {run_node, N_TASKS_MAX, j};
@@ -324,8 +336,9 @@ host *host_of_device(device *cpu, void *handle, char *why, size_t why_bytes) {
   } else if (!found) {
     host *h = &hosts[num_hosts];
     *h = (host){.cpu = cpu, .handle = handle};
-    if (kvedge_select_isa(NULL, NULL) != KVEDGE_OK) {
-      snprintf(why, why_bytes, "KVEDGE_ISA names a path that this CPU does not have");
+    const char *why_not = "", *asked = getenv("KVEDGE_ISA");
+    if (kvedge_select_isa(NULL, &why_not) != KVEDGE_OK) {
+      snprintf(why, why_bytes, "KVEDGE_ISA=%s cannot be used here: %s", asked ? asked : "", why_not);
     } else if (check_host(h, why, why_bytes)) {
       pthread_mutex_lock(&lock);
       num_hosts++;
@@ -346,11 +359,15 @@ void *library_of(const void *address) {
 
 /* ---- What programs call ---------------------------------------------------------------------------- */
 
+static char refused[256]; /* why a ggml that was preloaded before was not taken over */
+
 /* At the end, with KVEDGE_GGML_STATS=1. */
 static void print_counts(void) {
   if (!num_hosts) {
-    fprintf(stderr, "kvedge: no ggml was taken over: this program asked none for a CPU backend "
-                    "(by ggml_backend_dev_init of a shared library)\n");
+    fprintf(stderr, "kvedge: no ggml was taken over: %s\n",
+            *refused ? refused
+                     : "no shared library of this program called ggml_backend_dev_init for a CPU backend (one that "
+                       "ggml_backend_cpu_init makes, or a ggml that is linked statically, is not seen)");
     return;
   }
   fprintf(stderr, "kvedge (%s): %ld attention nodes", kvedge_isa_name(), counted(TAKEN));
@@ -361,8 +378,39 @@ static void print_counts(void) {
 
 static void print_counts_at_exit(void) {
   static atomic_flag done = ATOMIC_FLAG_INIT;
-  const char *wanted = getenv("KVEDGE_GGML_STATS");
-  if (wanted && *wanted && strcmp(wanted, "0") != 0 && !atomic_flag_test_and_set(&done)) atexit(print_counts);
+  if (wants_counts() && !atomic_flag_test_and_set(&done)) atexit(print_counts);
+}
+
+/* ---- Contexts that were made before ----------------------------------------------------------------
+ *
+ * Their backends are ggml's own, which nobody can list. But before each graph llama.cpp gives the CPU backend its threads,
+ * by a function that it asks the registry for: that one counts. */
+
+static host *watched; /* the first that kvedge_ggml_enable took over */
+static _Atomic(void (*)(backend *, void *)) own_set_threadpool;
+
+static void set_threadpool_watched(backend *b, void *pool) {
+  if (atomic_load(&is_enabled) && !state_of_backend(b)) count(LEFT_OLDER, 1);
+  atomic_load (&own_set_threadpool)(b, pool);
+}
+
+static void *get_proc_address_watched(reg *r, const char *name) {
+  void *at = watched->get_proc_address(r, name);
+  if (!at || strcmp(name, "ggml_backend_cpu_set_threadpool") != 0) return at;
+  void (*own)(backend *, void *), (*const ours)(backend *, void *) = set_threadpool_watched;
+  memcpy(&own, &at, sizeof own);
+  atomic_store(&own_set_threadpool, own);
+  memcpy(&at, &ours, sizeof at);
+  return at;
+}
+
+static void watch_older(host *h) {
+  static const char name[] = "ggml_backend_set_n_threads";
+  reg *of = h->cpu->of;
+  if (!watched && is_writable(&of->get_proc_address) && of->get_proc_address &&
+      of->get_proc_address(of, name) == h->f.ggml_backend_reg_get_proc_address(of, name))
+    h->get_proc_address = of->get_proc_address, watched = h;
+  if (h == watched) __atomic_store_n(&of->get_proc_address, get_proc_address_watched, __ATOMIC_SEQ_CST);
 }
 
 /* Takes a CPU device over; 0: `why` tells. */
@@ -394,6 +442,7 @@ int kvedge_ggml_enable(void *handle, char *text, size_t bytes) {
     return 0;
   }
   if (!take_over(cpu, handle, text, bytes)) return 0;
+  watch_older(known_host(cpu));
   snprintf(text, bytes, "%s", known_host(cpu)->name);
   return 1;
 }
@@ -404,6 +453,7 @@ void kvedge_ggml_disable(void) {
   for (int i = 0; i < num_hosts; i++)
     if (hosts[i].cpu->init_backend == init_hooked)
       __atomic_store_n(&hosts[i].cpu->init_backend, hosts[i].init_backend, __ATOMIC_SEQ_CST);
+  if (watched) __atomic_store_n(&watched->cpu->of->get_proc_address, watched->get_proc_address, __ATOMIC_SEQ_CST);
   pthread_mutex_unlock(&lock);
 }
 
@@ -419,8 +469,7 @@ long kvedge_ggml_count(int index, const char **name) {
  * libraries that are loaded later, so the first call comes here, and ggml is taken over before it goes on. */
 
 __attribute__((constructor)) static void loaded(void) {
-  const char *preload = getenv("LD_PRELOAD");
-  if (preload && strstr(preload, "libggml-kvedge.so")) print_counts_at_exit();
+  if (is_preloaded()) print_counts_at_exit();
 }
 
 static void preloaded(device *cpu, void *handle) {
@@ -428,11 +477,16 @@ static void preloaded(device *cpu, void *handle) {
   char why[256] = "";
   if (atomic_load(&was_told)) return; /* what was not as expected once stays so */
   if (take_over(cpu, handle, why, sizeof why) || atomic_exchange(&was_told, 1)) return;
+  memcpy(refused, why, sizeof refused);
   fprintf(stderr, "kvedge leaves attention to ggml: %s\n", why);
 }
 
 backend *ggml_backend_dev_init(device *d, const char *params) {
-  void *handle = library_of(__builtin_return_address(0)), *at = NULL;
+  /* By a function of the device, not by the return address: ggml_backend_init_by_type jumps here, and then that is the
+   * address of whoever called it, which needs no ggml (ctypes). */
+  void *of_device = NULL;
+  memcpy(&of_device, &d->get_type, sizeof of_device);
+  void *handle = library_of(of_device), *at = NULL;
   backend *(*own)(device *, const char *) = NULL;
   int (*type)(device *) = NULL;
   if (handle && (at = dlsym(handle, "ggml_backend_dev_type"))) memcpy(&type, &at, sizeof at);

@@ -5,6 +5,7 @@
  *   node.c      one attention node on kvedge, on ggml's own threads
  *   masks.c     what a mask shows, as runs of cells
  *   device.c    a device of ggml's, for test-backend-ops and for those who load backends themselves
+ *   exec.c      programs that this one starts or becomes without kvedge
  *   counts.c    how many nodes were taken and left, and why left
  */
 #ifndef KVEDGE_GGML_INTERNAL_H
@@ -18,7 +19,7 @@
 
 /* ---- counts.c ---- */
 
-/* Why a node was left to ggml. */
+/* Why a node was left to ggml, or a whole graph. */
 typedef enum {
   TAKEN,
   LEFT_SMALL,    /* too few cells to gain */
@@ -27,6 +28,8 @@ typedef enum {
   LEFT_DECODING, /* keys or values would have to be decoded, for few query rows */
   LEFT_BUSY,     /* the backend is computing another graph at the same time */
   FELL_BACK,     /* kvedge refused it, or gave what is not finite: ggml's kernel computed it */
+  LEFT_NO_NODE,  /* a graph: its attention is products and a softmax, no node */
+  LEFT_OLDER,    /* a graph: its backend was made before ggml was taken over */
   NUM_REASONS
 } reason;
 
@@ -81,6 +84,7 @@ typedef struct {
   void *handle;
   device *cpu;
   backend *(*init_backend)(device *, const char *); /* the CPU device's own */
+  void *(*get_proc_address)(reg *, const char *);   /* of its registry; NULL unless it was replaced */
   int op_attention, op_custom;
   int at_free, at_compute, at_device; /* words of a backend */
   char name[64];                      /* "ggml 0.25.3" */
@@ -142,6 +146,13 @@ state *state_of_backend(backend *b);
 /* The library that an address lies in, one that has or needs ggml, so that ggml's functions are found from there; else the
  * program. */
 void *library_of(const void *address);
+
+/* ---- exec.c ---- */
+
+/* Was the library loaded by LD_PRELOAD, as by `kvedge exec`? Then programs that are started without it are told of. */
+int is_preloaded(void);
+/* Is KVEDGE_GGML_STATS set, and not 0? */
+int wants_counts(void);
 
 /* Threads of a CPU backend of ggml's own. */
 static inline void set_num_threads(const host *h, backend *b, int num_threads) {

@@ -22,6 +22,12 @@ long kvedge_ggml_count(int index, const char **name);
 /* In the place of ggml's function of this name where the library is preloaded. */
 struct backend *ggml_backend_dev_init(struct device *device, const char *params);
 
+/* In the place of the C library's there, to tell of programs that are started without the library. */
+int execve(const char *path, char *const argv[], char *const env[]);
+int execvpe(const char *file, char *const argv[], char *const env[]);
+int execv(const char *path, char *const argv[]);
+int execvp(const char *file, char *const argv[]);
+
 #if defined(__GNUC__)
 #pragma GCC visibility pop
 #endif

@@ -12,7 +12,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from kvedge.console.packages import is_installed
+from kvedge.core.packages import is_installed
 
 __all__ = ["F16", "F32", "Q4_0", "Q8_0", "Ggml", "library_folder", "load"]
 

@@ -16,7 +16,7 @@ from kvedge import llama_cpp as kvedge_for_ggml
 from kvedge.bench.random_gguf import MODELS, write_model
 from kvedge.console.exits import OK, CommandError
 from kvedge.console.output import Output, print_json
-from kvedge.console.packages import is_installed
+from kvedge.core.packages import require
 
 NAME = "llama.cpp"
 SUMMARY = "whole tokens and prompts of llama.cpp, without kvedge and with it"
@@ -100,12 +100,10 @@ class _Contender:
 
 def run(options: argparse.Namespace, output: Output) -> int:
     """Measure, and print a table."""
-    if not is_installed("llama_cpp"):
-        raise CommandError("llama-cpp-python is not installed: pip install llama-cpp-python")
+    require("llama_cpp", "kvedge bench llama.cpp needs")
     if options.shape is None:
         return _run(options, output)
-    if not is_installed("gguf"):
-        raise CommandError("--shape writes a GGUF file: pip install 'kvedge[gguf]'")
+    require("gguf", "--shape needs", needs=("GGUFWriter", "LlamaFileType"))
     with tempfile.TemporaryDirectory() as folder:
         options.model = str(Path(folder, f"{options.shape}, random weights"))
         with output.status("writing random weights"):

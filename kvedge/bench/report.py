@@ -169,7 +169,7 @@ def load_report(path: str) -> dict[str, Any]:
         If the file is no such report.
     """
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = json.loads(Path(path).read_bytes())
     except ValueError as error:
         raise CommandError(f"{path} is not JSON: {error}") from error
     if not isinstance(report, dict) or report.get("format") != FORMAT:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +12,7 @@ import numpy as np
 import kvedge
 from kvedge.core.half import encode_bfloat16
 from kvedge.core.memory import aligned_copy
+from kvedge.core.packages import obstacle
 
 __all__ = ["LAYERS", "Layer", "Steps", "torch_version"]
 
@@ -58,7 +58,7 @@ LAYERS = {
 def torch_version() -> str | None:
     """Versions of torch and transformers, whose functions are measured too; None without them."""
     names = ("torch", "transformers")
-    if any(importlib.util.find_spec(name) is None for name in names):
+    if any(map(obstacle, names)):
         return None
     version = " / ".join(importlib.metadata.version(name) for name in names)
     return version if int(importlib.metadata.version("transformers").split(".")[0]) >= 5 else None

@@ -11,7 +11,7 @@ from kvedge.cache.configs import layer_configs, shape_of
 from kvedge.cli import engines, ranks, storage
 from kvedge.cli.figures import stored_as
 from kvedge.console.exits import UsageError
-from kvedge.console.values import non_negative_int, positive_int
+from kvedge.console.values import non_negative_int, positive_int, whole_or_all
 from kvedge.core.recommended import AUTO, RECOMMENDED
 from kvedge.errors import KvedgeError
 from kvedge.eviction import Eviction
@@ -60,10 +60,10 @@ def add_options(group: Any) -> None:
     )
     group.add_argument(
         "--keep",
-        type=non_negative_int,
+        type=whole_or_all,
         default=4,
         metavar="N",
-        help="first tokens that a shift keeps (default: %(default)s)",
+        help="first tokens that a shift keeps (default: %(default)s; -1: all of the prompt)",
     )
     group.add_argument(
         "-t",

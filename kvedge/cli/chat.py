@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import secrets
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -84,7 +83,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
     """Talk until the conversation ends, and sum up."""
     settings = sampling.chosen(options, {})
     sampling.note_what_is_idle(options, settings, output)
-    seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+    seed = sampling.seed_of(options)
     cache = cache_options.new_cache(options, model)
     limit = model.context_limit(cache)
     conversation = Conversation(

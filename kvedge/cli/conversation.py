@@ -53,7 +53,7 @@ class Conversation:
         The first message, of the system.
     keep : int or None
         First tokens that stay where the context is full and the older half of the others is
-        dropped; None: the context ends there.
+        dropped; -1: all of the first prompt; None: the context ends there.
     parse_special : bool
         Control tokens that a message spells out become these tokens; False: all of it is text.
     options : mapping
@@ -87,7 +87,7 @@ class Conversation:
         self._tokenizer: Any = model.tokenizer
         self._template = template
         self._sampler = sampler
-        self._keep = keep
+        self._keep = self._keep_asked = keep
         self._parse_special = parse_special
         self._options = options
         self._held: list[int] = []  # tokens in the cache, in its order, then those to come
@@ -124,7 +124,14 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         rendered, tokens, kept = self._rendered(messages)
         mark = _Mark(len(self.messages), len(self._held), self._text, self._shifts)
-        self._make_room(tokens, kept)
+        if self._keep == -1:
+            self._keep = min(len(tokens), self.limit - 2)
+        try:
+            self._make_room(tokens, kept)
+        except ContextFull:
+            if not self._marks:
+                self._keep = self._keep_asked
+            raise
         self.messages = messages
         self._marks.append(mark)
         answer = ""
@@ -167,6 +174,7 @@ class Conversation:
         self.messages = list(self._first)
         self.generation = None
         self._held, self._text, self._exact, self._marks = [], "", 0, []
+        self._keep = self._keep_asked
 
     def save(self, path: str, model_path: str, settings: dict[str, Any], seed: int) -> None:
         """Keep cache and messages in a session file."""
@@ -210,6 +218,7 @@ class Conversation:
         self._first = [message for message in messages[:1] if message["role"] == "system"]
         self._held, self._exact = list(saved.tokens), saved.exact
         self._shifts, self._marks, self.generation = 0, [], None
+        self._keep = self._keep_asked
         self._marks = [
             _Mark(index, 0, None, -1)  # their tokens are not known: computed again
             for index, message in enumerate(messages)

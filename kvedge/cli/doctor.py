@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
-import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import kvedge
 from kvedge import llama_cpp
 from kvedge.cli import info
+from kvedge.cli.child import SECONDS, how_it_ended, run_python, why_unusable
 from kvedge.cli.self_test import Check, run_checks
 from kvedge.console.exits import FAILED, OK
 from kvedge.console.output import Output, print_json
-from kvedge.console.packages import is_installed
+from kvedge.core import packages
 
 NAME = "doctor"
 SUMMARY = "test kvedge on this machine: bytes, accuracy, threads, files"
@@ -33,8 +31,6 @@ EXAMPLES = """\
   kvedge doctor --json > doctor.json     # for a bug report: versions and machine are in it
   KVEDGE_BACKEND=numpy kvedge doctor     # the backend that needs no compiler
 """
-
-_SECONDS = 120  # after which a path counts as hanging
 
 _RESULTS = {True: "ok", False: "FAILED", None: "skipped"}
 
@@ -52,7 +48,11 @@ def run(options: argparse.Namespace, output: Output) -> int:
             for path in isa["available"]:
                 if path != isa["isa"]:
                     checks += _on_path(path)
-        checks.append(_with_llama_cpp(isa["isa"]))
+        installed = list(filter(packages.is_installed, packages.PACKAGES))
+        start = time.perf_counter()
+        broken = why_unusable(installed)
+        checks.append(_packages(isa["isa"], installed, broken, time.perf_counter() - start))
+        checks.append(_with_llama_cpp(isa["isa"], installed, broken))
     failed = [check for check in checks if check.ok is False]
     if options.json:
         facts = info.collect(output, bandwidth=False)
@@ -75,18 +75,28 @@ def _verdict(failed: int, count: int) -> str:
     return f"{failed} of {count} checks failed: please report them with 'kvedge doctor --json'"
 
 
-def _with_llama_cpp(isa: str) -> Check:
+def _packages(
+    isa: str, installed: Sequence[str], broken: Mapping[str, str], seconds: float
+) -> Check:
+    """Whether the optional packages that are installed can be used."""
+    names = [packages.PACKAGES[module].name for module in installed]
+    detail = "; ".join(broken.values()) or ", ".join(names) or "none is installed"
+    return Check("optional packages", isa, not broken if installed else None, detail, seconds)
+
+
+def _with_llama_cpp(isa: str, installed: Sequence[str], broken: Mapping[str, str]) -> Check:
     """Let the llama.cpp that is installed attend with kvedge, in a process of its own."""
     name = "llama.cpp attends with kvedge"
     if not llama_cpp.LIBRARY.is_file():
         return Check(name, isa, None, f"{llama_cpp.LIBRARY.name} is not built", 0.0)
-    if not is_installed("llama_cpp"):
-        return Check(name, isa, None, "llama-cpp-python is not installed", 0.0)
+    if "llama_cpp" not in installed or "llama_cpp" in broken:
+        detail = broken.get("llama_cpp", "llama-cpp-python is not installed")
+        return Check(name, isa, None, detail, 0.0)
     start = time.perf_counter()
     try:
-        done = _run("-c", "from kvedge.llama_cpp import enable; print(enable())")
+        done = run_python("-c", "from kvedge.llama_cpp import enable; print(enable())")
     except subprocess.TimeoutExpired:
-        return Check(name, isa, False, f"no end after {_SECONDS} s", _SECONDS)
+        return Check(name, isa, False, f"no end after {SECONDS} s", SECONDS)
     last = (done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""])[-1]
     is_enabled = done.returncode == 0 and last.startswith("kvedge attends")
     return Check(name, isa, is_enabled, last, time.perf_counter() - start)
@@ -95,25 +105,11 @@ def _with_llama_cpp(isa: str) -> Check:
 def _on_path(path: str) -> list[Check]:
     """Run the checks of a kernel path, in a process of its own."""
     try:
-        done = _run("-m", "kvedge.cli.self_test", KVEDGE_ISA=path)
+        done = run_python("-m", "kvedge.cli.self_test", KVEDGE_ISA=path)
     except subprocess.TimeoutExpired:
-        return [Check("all", path, False, f"no end after {_SECONDS} s", _SECONDS)]
+        return [Check("all", path, False, f"no end after {SECONDS} s", SECONDS)]
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        detail = f"the process ended with code {done.returncode}: {last}"
+        detail = f"the process ended with {how_it_ended(done.returncode)}: {last}"
         return [Check("all", path, False, detail, 0.0)]
     return [Check(**each) for each in json.loads(done.stdout)]
-
-
-def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment: dict[str, Any] = {**os.environ, **variables}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=Path(kvedge.__file__).parents[1],  # this package, in a folder that is there
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,9 @@ import kvedge
 from kvedge.cli.model import load_model
 from kvedge.console.exits import UsageError
 from kvedge.console.output import Output
-from kvedge.console.packages import is_installed
-from kvedge.errors import MissingExtraError
-from kvedge.llama_cpp import Report, report
+from kvedge.core import packages
+from kvedge.errors import BackendUnavailableError
+from kvedge.llama_cpp import Report, library, report
 
 if TYPE_CHECKING:
     from kvedge.llama import LlamaModel
@@ -75,19 +74,23 @@ def choose(options: argparse.Namespace) -> None:
         raise UsageError("--engine transformers needs --hf DIR (and --gguf FILE in it)")
     if asked == NUMPY:
         return
+    from kvedge.cli.llama_cpp_model import NEEDS
+
     obstacle = next(_obstacles(options), None)
     if asked == LLAMA_CPP:
         if obstacle is not None:
             raise UsageError(f"--engine llama.cpp: {obstacle}")
-        if not is_installed("llama_cpp"):
-            raise MissingExtraError(
-                "--engine llama.cpp needs llama-cpp-python: pip install llama-cpp-python"
-            )
+        packages.require("llama_cpp", "--engine llama.cpp needs", needs=NEEDS)
         return
-    if obstacle is None and not is_installed("llama_cpp"):
-        obstacle = "llama-cpp-python is not installed"
+    if obstacle is None:
+        obstacle = packages.obstacle("llama_cpp", NEEDS)
     if obstacle is None and kvedge.backend != "native":
         obstacle = "kvedge runs without its C library here"
+    if obstacle is None:
+        try:
+            library()
+        except BackendUnavailableError as error:
+            obstacle = str(error)
     options.engine, options.engine_reason = (
         (LLAMA_CPP, "") if obstacle is None else (NUMPY, obstacle)
     )
@@ -140,6 +143,11 @@ def load(options: argparse.Namespace, output: Output) -> tuple[str, LlamaModel]:
         return load_model(options, output)
     from kvedge.cli.llama_cpp_model import LlamaCppModel
 
+    if "float32" in (options.cache, options.key_dtype, options.value_dtype):
+        output.note(
+            "llama.cpp converts rows of float32 to float16 before flash attention: results are "
+            "those of a float16 cache; --engine numpy attends to float32"
+        )
     with output.status("loading the model"):
         model: Any = LlamaCppModel(options.model)
     return options.model, model
@@ -179,7 +187,7 @@ def figures(options: argparse.Namespace) -> dict[str, str]:
     if options.engine_reason:
         found["engine_reason"] = options.engine_reason
     if options.engine == LLAMA_CPP:
-        found["llama_cpp_python"] = importlib.metadata.version("llama_cpp_python")
+        found["llama_cpp_python"] = packages.version("llama_cpp")
         found["attention"] = _attention(report())
     return found
 

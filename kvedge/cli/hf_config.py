@@ -16,10 +16,12 @@ from kvedge.cli.layer_kinds import (
     FULL,
     NOTHING,
     SLIDING,
+    WINDOWS,
     kv_heads_of_layers,
     layer_kinds,
     layer_names,
     sliding_window,
+    windows_of_layers,
 )
 from kvedge.cli.layer_states import state_of
 from kvedge.console.exits import CommandError
@@ -28,16 +30,24 @@ from kvedge.console.sizes import format_size
 __all__ = ["shape_from_hf_config"]
 
 _Found = TypeVar("_Found")
+_Shape = tuple[int, int, int]  # KV heads, channels of a key, of a value
+_Kept = tuple[str, _Shape, "int | None"]  # kind of a layer, its shape, its window
 
 # The same number under the names that the families of models give it; the first is today's usual.
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
 _DECODER_HEADS = ("decoder_attention_heads",)
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv")
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+_VALUE_DIM = ("v_head_dim",)
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
+_CONTEXT = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
+    "max_context_length",
+)
+# Of these a file may have a list, with a number for each layer.
+_OF_EACH = (*_HEADS, *_DECODER_HEADS, *_KV_HEADS, *_HEAD_DIM, *_VALUE_DIM, *WINDOWS)
 # Where models that also see or hear keep the configuration of the part that writes.
 _TEXT = ("text_config", "language_config", "llm_config", "thinker_config")
 _MOST_LAYERS = 1 << 16
@@ -57,7 +67,7 @@ def shape_from_hf_config(path: str) -> CacheShape:
     if file.is_dir():
         file = file / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:  # also JSONDecodeError, UnicodeDecodeError
         raise CommandError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -82,7 +92,10 @@ class _Model:
         decodes = self.config.get("is_encoder_decoder") is True
         layers = self._optional(_DECODER_LAYERS) if decodes else None
         if layers is None:
-            layers = self._optional(_LAYERS)  # None: a list of kinds may tell
+            layers = self._optional(_LAYERS)  # None: a list may tell
+        if layers is None:
+            lists = (self.config.get(name) for name in _OF_EACH)
+            layers = next((len(each) for each in lists if isinstance(each, list) and each), None)
         if layers is not None and layers > _MOST_LAYERS:
             raise CommandError(f"{self.file}: {layers} layers, where {_MOST_LAYERS} are the most")
         if layers is not None and self.config.get("model_type") == "longcat_flash":
@@ -91,27 +104,54 @@ class _Model:
         state_bytes = self._states(layers)
         if decodes:
             self.notes.append("cross-attention to the encoder's output is not counted")
-        heads = self._optional(_DECODER_HEADS) if decodes else None
-        if heads is None:
-            heads = self._number(_HEADS)
-        latent: tuple[LayerGroup, ...] = ()
-        if self.config.get("kv_lora_rank"):
-            of_layer, of_latent = self._latent_attention(heads)
-            of_all: list[int | None] = [None] * len(kinds)
-            same = dict.fromkeys((FULL, SLIDING), of_latent)
-            latent = _groups(kinds, same, self._window(), of_all)
-            latent = tuple(_keeping_once(group) for group in latent)
-            shapes = {FULL: of_layer, SLIDING: of_layer}
-        else:
-            shapes = self._attention(heads)
+        models = self._of_layers(len(kinds))
+        having = [i for i, kind in enumerate(kinds) if kind != NOTHING]
+        heads = {i: models[i]._heads(decodes) for i in having}
         few = self._readable(lambda: kv_heads_of_layers(self.config, heads, len(kinds)))
-        groups = _groups(kinds, shapes, self._window(), few)
-        context = self._optional(_CONTEXT)
-        return CacheShape(self.name, groups, context, tuple(self.notes), latent, state_bytes)
+        known: dict[int, dict[str, tuple[_Shape, _Shape | None]]] = {}  # by the model of a layer
+        kept: list[_Kept] = []
+        latents: list[_Kept] = []
+        for i in having:
+            model, kind, own = models[i], kinds[i], few[i]
+            if id(model) not in known:
+                known[id(model)] = model._attention(heads[i])
+            (of_all, key, value), latent = known[id(model)][kind]
+            window = model._window() if kind == SLIDING else None
+            kept.append((kind, (of_all if own is None else own, key, value), window))
+            if latent is not None:
+                latents.append((kind, latent, window))
+        notes = (note for model in models if model is not self for note in model.notes)
+        self.notes += dict.fromkeys(notes)
+        return CacheShape(
+            self.name,
+            _groups(kept),
+            self._optional(_CONTEXT),
+            tuple(self.notes),
+            tuple(map(_keeping_once, _groups(latents))),
+            state_bytes,
+        )
+
+    def _of_layers(self, n: int) -> list[_Model]:
+        """Itself for each layer; where the file lists numbers of layers, one with those of each."""
+        lists = [name for name in _OF_EACH if isinstance(self.config.get(name), list)]
+        if not lists:
+            return [self] * n
+        config = self.config
+        others = {name: value for name, value in config.items() if name not in lists}
+        own = [{name: config[name][i] for name in lists if i < len(config[name])} for i in range(n)]
+        return [_Model(self.name, others | each, self.file) for each in own]
+
+    def _heads(self, decodes: bool) -> int:
+        """Query heads."""
+        heads = self._optional(_DECODER_HEADS) if decodes else None
+        return self._number(_HEADS) if heads is None else heads
 
     # ---- a layer of each kind: KV heads, channels of a key, of a value -------------------------
 
-    def _attention(self, heads: int) -> dict[str, tuple[int, int, int]]:
+    def _attention(self, heads: int) -> dict[str, tuple[_Shape, _Shape | None]]:
+        """Of a layer that sees all and of one that slides; and of what latents it may be made."""
+        if self.config.get("kv_lora_rank"):
+            return dict.fromkeys((FULL, SLIDING), self._latent_attention(heads))
         kv_heads = self._kv_heads(heads)
         head_dim = self._optional(_HEAD_DIM)
         if head_dim is None:
@@ -121,7 +161,7 @@ class _Model:
         few = self._optional(("num_global_key_value_heads",))
         if few is None or not self.config.get("attention_k_eq_v", True):
             few = kv_heads
-        return {FULL: (few, wide, wide), SLIDING: (kv_heads, head_dim, head_dim)}
+        return {FULL: ((few, wide, wide), None), SLIDING: ((kv_heads, head_dim, head_dim), None)}
 
     def _kv_heads(self, heads: int) -> int:
         config = self.config
@@ -129,8 +169,6 @@ class _Model:
         many = many if isinstance(many, dict) else {}
         if many.get("attn_type") == "multiquery_attention":
             return 1
-        if any(isinstance(config.get(name), list) for name in _KV_HEADS):
-            return heads  # each layer has its own number
         own = self._optional(("kv_n_heads",), many)
         kv_heads = self._optional(_KV_HEADS) or own or heads  # else every query head has its own
         if config.get("new_decoder_architecture") is True:  # Falcon 40B: num_kv_heads counts
@@ -143,11 +181,11 @@ class _Model:
         one = config.get("multi_query", config.get("model_type") in _MULTI_QUERY)
         return 1 if one is True else kv_heads  # Falcon 7B has num_kv_heads 71 and uses 1
 
-    def _latent_attention(self, heads: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    def _latent_attention(self, heads: int) -> tuple[_Shape, _Shape]:
         """Multi-head latent attention (DeepSeek-V2): expanded, and as the latents it projects."""
         rank, rope = self._number(("kv_lora_rank",)), self._number(("qk_rope_head_dim",))
         head_dim = self._number(("qk_nope_head_dim",)) + rope
-        value = self._optional(("v_head_dim",)) or self._number(_HIDDEN) // heads
+        value = self._optional(_VALUE_DIM) or self._number(_HIDDEN) // heads
         self.notes.append(
             f"latent attention: expanded, {heads} heads have keys of {head_dim} channels and values"
             f" of {value}; a latent has {rank} + {rope} channels, of which the first {rank} are"
@@ -165,14 +203,17 @@ class _Model:
         """What each layer keeps; notes tell where it is not all."""
         kinds, notes = self._readable(lambda: layer_kinds(self.config, layers))
         count, of = Counter(kinds), len(kinds)
-        if count[SLIDING] and self._window() is None:
+        windows = windows_of_layers(self.config) or [self._window()]
+        told = sorted({window for window in windows if window is not None})
+        if count[SLIDING] and not told:
             self.notes.append(
                 f"{count[SLIDING]} of {of} layers slide over a window that the file does not tell:"
                 " they are counted in full"
             )
         elif count[SLIDING]:
             self.notes.append(
-                f"{count[SLIDING]} of {of} layers have a sliding window of {self._window()} tokens:"
+                f"{count[SLIDING]} of {of} layers have a sliding window of "
+                f"{' or '.join(map(str, told))} tokens:"
                 " each is counted with at most twice as many"
             )
         if count[NOTHING]:
@@ -232,21 +273,10 @@ class _Model:
         return value
 
 
-def _groups(
-    kinds: list[str],
-    shapes: Mapping[str, tuple[int, int, int]],
-    window: int | None,
-    kv_heads: list[int | None],
-) -> tuple[LayerGroup, ...]:
+def _groups(kept: list[_Kept]) -> tuple[LayerGroup, ...]:
     """Layers of one shape and window together, those that see all first."""
-    count: Counter[tuple[tuple[int, int, int], int | None]] = Counter()
-    for wanted in (FULL, SLIDING):
-        for kind, own in zip(kinds, kv_heads, strict=True):
-            if kind == wanted:
-                of_all, key, value = shapes[kind]
-                shape = (of_all if own is None else own, key, value)
-                count[shape, window if kind == SLIDING else None] += 1
-    return tuple(LayerGroup(n, *shape, window=of) for (shape, of), n in count.items() if n)
+    count = Counter(layer for wanted in (FULL, SLIDING) for layer in kept if layer[0] == wanted)
+    return tuple(LayerGroup(n, *shape, window=of) for (_, shape, of), n in count.items())
 
 
 def _keeping_once(group: LayerGroup) -> LayerGroup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import sys
 import time
 from typing import Any
@@ -14,10 +13,9 @@ from kvedge.cli.figures import tokens_and_speed
 from kvedge.cli.interrupts import code_of
 from kvedge.console.exits import OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
-from kvedge.console.packages import is_installed
 from kvedge.console.sizes import format_size
 from kvedge.console.terminal import show
-from kvedge.errors import MissingExtraError
+from kvedge.core import packages
 
 __all__ = ["add_options", "load", "run"]
 
@@ -83,7 +81,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
     arguments = _sampling_arguments(settings)
     seed = None
     if settings["temperature"] > 0:
-        seed = secrets.randbelow(1 << 32) if options.seed is None else options.seed
+        seed = sampling.seed_of(options)
         if options.group is not None:
             seed = ranks.shared_seed(options.group, seed)
         torch.manual_seed(seed)
@@ -182,17 +180,16 @@ def load(folder: str, gguf: str | None = None, *, dtype: str = "auto") -> tuple[
     from kvedge.transformers._installed import require
 
     require()  # says what is to be installed, if it is
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if gguf is not None and not is_installed("accelerate"):
-        raise MissingExtraError(
-            "transformers loads GGUF files with the package accelerate: "
-            "pip install 'kvedge[transformers]'"
-        )
+    names = ("AutoModelForCausalLM", "AutoTokenizer")
+    transformers = packages.require("transformers", "--hf needs", needs=names)
+    if gguf is not None:
+        packages.require("accelerate", "transformers, which loads GGUF files, needs")
     more = {} if gguf is None else {"gguf_file": gguf}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **more)
-        model = AutoModelForCausalLM.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, **more
+        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="kvedge",

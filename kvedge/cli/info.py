@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -15,11 +14,11 @@ import numpy as np
 
 import kvedge
 from kvedge import llama_cpp, system
+from kvedge.cli.child import why_unusable
 from kvedge.console.exits import OK
 from kvedge.console.output import Output, print_json
-from kvedge.console.packages import is_installed
 from kvedge.console.sizes import format_rate, format_size
-from kvedge.core import memory
+from kvedge.core import memory, packages
 
 NAME = "info"
 SUMMARY = "backend, instruction set, threads, the machine, what is missing"
@@ -39,8 +38,9 @@ EXAMPLES = """\
 EXTRAS = {
     "cli": ("rich",),
     "chat": ("jinja2",),
-    "gguf": ("gguf",),
+    "gguf": ("gguf", "tokenizers"),
     "io": ("safetensors",),
+    "transformers": ("torch", "transformers", "accelerate"),
     "peers": ("matplotlib", "torch", "onnx", "onnxruntime", "threadpoolctl"),
     "bench": ("llama_cpp",),
 }
@@ -92,7 +92,12 @@ def collect(output: Output, *, bandwidth: bool) -> dict[str, Any]:
     if bandwidth:
         with output.status("measuring memory read bandwidth"):
             measured = _measure(output, here.physical_cores or here.usable_cores)
-    extras = {name: _missing(modules) for name, modules in EXTRAS.items()}
+    installed = list(filter(packages.is_installed, dict.fromkeys(sum(EXTRAS.values(), ()))))
+    broken = why_unusable(installed)
+    extras = {
+        name: [each for each in modules if each not in installed or each in broken]
+        for name, modules in EXTRAS.items()
+    }
     return {
         "version": kvedge.__version__,
         "backend": isa["backend"],
@@ -105,11 +110,11 @@ def collect(output: Output, *, bandwidth: bool) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "extras": {name: not missing for name, missing in extras.items()},
-        "llama_cpp": _llama_cpp(),
+        "llama_cpp": _llama_cpp("llama_cpp" in installed, broken.get("llama_cpp")),
         "machine": asdict(here),
         "huge_page_share": memory.huge_page_share(),
         "read_bandwidth": measured,
-        "obstacles": _obstacles(isa, here, extras),
+        "obstacles": _obstacles(isa, here, extras, broken),
     }
 
 
@@ -122,20 +127,21 @@ def _measure(output: Output, num_cores: int) -> list[dict[str, Any]]:
         return []
 
 
-def _llama_cpp() -> dict[str, Any]:
+def _llama_cpp(is_installed: bool, problem: str | None) -> dict[str, Any]:
     """Tell what there is for a llama.cpp that attends with kvedge; nothing is loaded."""
-    version = None
-    if is_installed("llama_cpp"):
-        version = importlib.metadata.version("llama_cpp_python")
-    return {"library": llama_cpp.LIBRARY.is_file(), "llama_cpp_python": version}
-
-
-def _missing(modules: tuple[str, ...]) -> list[str]:
-    return [name for name in modules if not is_installed(name)]
+    version = packages.installed_version("llama_cpp") if is_installed else None
+    return {
+        "library": llama_cpp.LIBRARY.is_file(),
+        "llama_cpp_python": version,
+        "problem": problem,
+    }
 
 
 def _obstacles(
-    isa: Mapping[str, Any], here: system.Machine, extras: Mapping[str, list[str]]
+    isa: Mapping[str, Any],
+    here: system.Machine,
+    extras: Mapping[str, list[str]],
+    broken: Mapping[str, str],
 ) -> list[dict[str, str]]:
     """List what keeps kvedge from being as fast, or from doing as much, as it could here."""
     found: list[tuple[str, str]] = []
@@ -152,7 +158,10 @@ def _obstacles(
         what = "transparent huge pages are off: reading a long cache costs TLB misses"
         remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         found.append((what, remedy))
-    for name, missing in extras.items():
+    for module, why in broken.items():
+        found.append((why, f"python -c 'import {module}' shows the whole error"))
+    for name, unusable in extras.items():
+        missing = [module for module in unusable if module not in broken]
         if missing:
             what = f"{', '.join(missing)} not installed: {_PURPOSES[name]}"
             found.append((what, f"pip install 'kvedge[{name}]'"))
@@ -164,6 +173,7 @@ _PURPOSES = {
     "chat": "no --chat",
     "gguf": "no GGUF models",
     "io": "no saving and loading of sessions",
+    "transformers": "no caches for Hugging Face transformers, no --hf",
     "peers": "no plots of benchmarks, or fewer peers in them",
     "bench": "no ggml in benchmarks",
 }
@@ -206,6 +216,7 @@ def _llama_cpp_text(found: Mapping[str, Any]) -> str:
         return "not built for it (Linux, with a C compiler)"
     version = found["llama_cpp_python"]
     beside = f"llama-cpp-python {version}: kvedge.llama_cpp.enable()" if version else ""
+    beside = found["problem"] or beside
     return "; ".join(filter(None, ["kvedge exec PROGRAM", beside]))
 
 

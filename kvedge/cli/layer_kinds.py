@@ -13,10 +13,12 @@ __all__ = [
     "FULL",
     "NOTHING",
     "SLIDING",
+    "WINDOWS",
     "kv_heads_of_layers",
     "layer_kinds",
     "layer_names",
     "sliding_window",
+    "windows_of_layers",
 ]
 
 _Item = TypeVar("_Item")
@@ -47,7 +49,9 @@ _BESIDE = ("falcon_h1",)
 _LISTS = ("layer_types", "layers_block_type", "attention_layers")
 # Lists of the KV heads of each layer, beside those of a number for all.
 _KV_HEADS = ("num_key_value_heads_per_layer", "num_kv_heads_per_layer")
-_KV_HEADS_OF_ALL = ("num_key_value_heads", "num_kv_heads")
+_KV_HEADS_OF_ALL = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+# Windows, a number for all or a list.
+WINDOWS = ("sliding_window", "attention_window_size", "attention_chunk_size")
 
 # What else a file may say of each layer. Of these nothing depends on it ...
 _NOT_OF_CACHES = re.compile(
@@ -60,6 +64,8 @@ _UNDERSTOOD = {
     *(*_LISTS, *_KV_HEADS, *_KV_HEADS_OF_ALL, "block_configs", "block_types", "attn_layer_indices"),
     *("full_attn_idxs", "linear_attn_config", "attn_type_list", "cross_attention_layers"),
     *("attn_config", "attention_types"),  # attention_types: what attention_layers are made from
+    *(*WINDOWS, "head_dim", "v_head_dim"),
+    "qkv_multipliers",  # OpenELM: what its lists of heads are made from
 }
 # Of an attention in block_configs; others that say something are not understood.
 _OF_BLOCKS = {"no_op", "replace_with_linear", "n_heads_in_group", "num_key_value_heads"}
@@ -79,11 +85,20 @@ _PATTERNS = {
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Tokens that a sliding layer sees, where the file tells."""
-    for name in ("sliding_window", "attention_window_size", "attention_chunk_size"):
-        window = config.get(name)
-        if isinstance(window, int) and not isinstance(window, bool) and window > 0:
-            return window
+    return next(filter(None, (_as_window(config.get(name)) for name in WINDOWS)), None)
+
+
+def windows_of_layers(config: Mapping[str, Any]) -> list[int | None] | None:
+    """The window of each layer, None where it sees all, if the file lists them."""
+    for name in WINDOWS:
+        if isinstance(config.get(name), list):
+            return [_as_window(window) for window in config[name]]
     return None
+
+
+def _as_window(value: Any) -> int | None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_whole and value > 0 else None
 
 
 def layer_kinds(config: Mapping[str, Any], num_layers: int | None) -> tuple[list[str], list[str]]:
@@ -143,8 +158,12 @@ def _of_all_layers(
     return (listed + [other] * n)[:n]
 
 
-def kv_heads_of_layers(config: Mapping[str, Any], heads: int, n: int) -> list[int | None]:
+def kv_heads_of_layers(
+    config: Mapping[str, Any], heads: Mapping[int, int], n: int
+) -> list[int | None]:
     """KV heads of each of `n` layers where the file lists them; None: as many as all others.
+
+    `heads` are the query heads of the layers that have attention.
 
     Raises
     ------
@@ -154,7 +173,7 @@ def kv_heads_of_layers(config: Mapping[str, Any], heads: int, n: int) -> list[in
     blocks, listed = _blocks(config), _listed_kv_heads(config)
     found: list[int | None] = [None] * n
     if blocks is not None:
-        found = [_kv_heads_of_block(block, heads) for block in blocks]
+        found = [_kv_heads_of_block(block, heads.get(i, 0)) for i, block in enumerate(blocks[:n])]
     elif listed is not None:
         found = [count or None for count in listed]
     return (found + [None] * n)[:n]
@@ -264,6 +283,9 @@ def _named(config: Mapping[str, Any], n: int | None) -> list[str]:
 def _windows(config: Mapping[str, Any], n: int) -> list[str]:
     """Which layers slide, where the file does not list kinds."""
     full, sliding = "full_attention", "sliding_attention"
+    listed = windows_of_layers(config)
+    if listed is not None:
+        return [full if window is None else sliding for window in listed]
     first = config.get("max_window_layers")  # Qwen2: the layers from this one on, if any
     if not sliding_window(config) or not config.get("use_sliding_window", first is None):
         return [full] * n

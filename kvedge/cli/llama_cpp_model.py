@@ -23,6 +23,7 @@ import numpy as np
 import kvedge
 from kvedge import llama_cpp
 from kvedge.console.exits import CommandError
+from kvedge.core import packages
 from kvedge.errors import (
     CapacityExceededError,
     CorruptFileError,
@@ -34,7 +35,7 @@ from kvedge.files.session import safetensors_package
 from kvedge.llama import ChatTemplate
 from kvedge.llama.tokenizer import WithControlTexts, text_decoder
 
-__all__ = ["CACHE_TYPES", "LlamaCppCache", "LlamaCppModel", "is_state_file"]
+__all__ = ["CACHE_TYPES", "NEEDS", "LlamaCppCache", "LlamaCppModel", "is_state_file"]
 
 #: kvedge's names of what llama.cpp can hold; ggml's number, and bits per element.
 CACHE_TYPES: Mapping[str, tuple[int, float]] = {
@@ -43,6 +44,21 @@ CACHE_TYPES: Mapping[str, tuple[int, float]] = {
     "bfloat16": (30, 16.0),
     "float32": (0, 32.0),
 }
+#: What is called in llama-cpp-python.
+NEEDS = tuple(
+    f"llama_cpp.llama_{name}"
+    for name in (
+        *("batch_get_one", "context_default_params", "decode", "free", "get_logits_ith"),
+        *("get_memory", "init_from_model", "log_callback", "log_set", "memory_can_shift"),
+        *("memory_clear", "memory_seq_add", "memory_seq_pos_max", "memory_seq_rm"),
+        *("model_chat_template", "model_default_params", "model_free", "model_get_vocab"),
+        *("model_has_decoder", "model_has_encoder", "model_load_from_file", "model_n_ctx_train"),
+        *("model_n_layer", "print_system_info", "set_n_threads", "state_seq_get_data"),
+        *("state_seq_get_size", "state_seq_set_data", "token", "token_to_piece", "tokenize"),
+        *("vocab_bos", "vocab_eos", "vocab_get_attr", "vocab_get_text", "vocab_is_eog"),
+        "vocab_n_tokens",
+    )
+)
 #: Tokens of a context whose size is not given: llama.cpp takes memory for all of them at once.
 DEFAULT_CONTEXT = 8192
 _BATCH = 512  # tokens that llama.cpp computes at a time
@@ -71,19 +87,15 @@ class LlamaCppModel:
     Raises
     ------
     CommandError
-        llama.cpp cannot load the file, or its version lacks what is needed.
+        llama.cpp cannot load the file.
+    KvedgeError
+        llama-cpp-python cannot be used, or is too old.
     """
 
     def __init__(self, path: str) -> None:
         self.report = llama_cpp.enable()  # before contexts are made
-        from llama_cpp import llama_cpp as api
-
-        if not hasattr(api, "llama_get_memory"):
-            raise CommandError(
-                "this llama-cpp-python is too old: 0.3.14 or newer is needed "
-                "(pip install -U llama-cpp-python)"
-            )
-        self.api: Any = api
+        package = packages.require("llama_cpp", "--engine llama.cpp needs", needs=NEEDS)
+        api = self.api = package.llama_cpp
         self.path = path
         self._log = _Log(api)
         params = api.llama_model_default_params()

@@ -147,7 +147,10 @@ def _json(model: Planned, context: int, ram: int) -> dict[str, Any]:
         "state_bytes": shape.state_bytes,
         "layers": [asdict(group) for group in shape.groups],
         "formats": _report(shape, context, ram),
+        "file_bytes": model.file_bytes,
         "weights_bytes": model.weights_bytes,
+        "loaded_bytes": model.loaded_bytes,
+        "peak_bytes": model.peak_bytes,
         "memory": [asdict(one) for one in model.memory],
         "machines": [asdict(row) for row in plan_machines.rows(model, context)],
         "latent": latent

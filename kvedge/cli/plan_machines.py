@@ -102,16 +102,17 @@ def print_table(model: Planned, context: int, output: Output) -> None:
 
 def _print_memory(model: Planned, output: Output) -> None:
     """Print what a process with the model takes on each backend, where that is known."""
-    if not model.memory or model.weights_bytes is None:
+    if not model.memory or model.file_bytes is None:
         return
     output.table(
-        f"{model.shape.name}: memory of a process with it, about "
-        f"({format_size(model.weights_bytes)} in {model.weights_of})",
-        ("backend", ">its weights", ">loaded", ">at most while loading"),
+        f"{model.shape.name}: memory of a process with it in kvedge's own runtime, about "
+        f"({format_size(model.file_bytes)} in the file)",
+        ("backend", "?>its weights", ">loading adds", ">loaded", ">at most while loading"),
         [
             (
                 f"{one.backend}, in use here" if one is model.memory[0] else one.backend,
                 format_size(one.weights_bytes),
+                format_size(one.added_bytes),
                 format_size(one.loaded_bytes),
                 format_size(one.peak_bytes),
             )

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvedge.console.streams import BYTE_ORDER_MARK
+
 try:
     import readline
 except ImportError:  # Windows
@@ -29,6 +31,7 @@ class PromptLine:
 
     def __init__(self, commands: Sequence[str]) -> None:
         self._commands = commands
+        self._has_read = False
         self._edits = readline is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
     def __enter__(self) -> PromptLine:
@@ -74,6 +77,8 @@ class PromptLine:
     def _line(self, prompt: str) -> str | None:
         if not sys.stdin.isatty():  # a file or a pipe: no prompt for nobody
             line = sys.stdin.readline()
+            if not self._has_read:
+                line, self._has_read = line.removeprefix(BYTE_ORDER_MARK), True
             return line.rstrip("\n") if line else None
         try:
             return input(prompt)

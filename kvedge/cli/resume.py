@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvedge.cli import engines, sampling
 from kvedge.console.exits import CommandError
-from kvedge.console.packages import is_installed
-from kvedge.errors import InvalidArgumentError, MissingExtraError
+from kvedge.errors import InvalidArgumentError
 from kvedge.files.replacing import check_folder, check_target
 from kvedge.files.session import safetensors_package
 
@@ -77,9 +76,7 @@ def check_can_save(path: str, *, folder: bool = False) -> None:
     InvalidArgumentError, OSError
         As of :func:`kvedge.files.replacing.check_target`.
     """
-    if not is_installed("safetensors"):
-        raise MissingExtraError("sessions need the safetensors package: pip install 'kvedge[io]'")
-    safetensors_package()  # it can be imported
+    safetensors_package()
     if folder:
         from kvedge.distributed.files import MANIFEST
 

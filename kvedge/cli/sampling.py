@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "figures",
     "make_sampler",
     "note_what_is_idle",
+    "seed_of",
 ]
 
 # Arguments of kvedge.llama.Sampler, seed aside; the flags have these names.
@@ -116,7 +118,7 @@ def add_options(group: Any) -> None:
         f"(default: {';'.join(DEFAULTS['samplers'])}; transformers takes temperature before top_k)",
     )
     group.add_argument(
-        "-s", "--seed", type=non_negative_int, metavar="N", help="of the random draws"
+        "-s", "--seed", type=whole_or_all, metavar="N", help="of the random draws (-1: a new one)"
     )
 
 
@@ -149,6 +151,13 @@ def make_sampler(settings: Mapping[str, Any], seed: int) -> Sampler:
     from kvedge.llama import Sampler
 
     return Sampler(seed=seed, **settings)
+
+
+def seed_of(options: argparse.Namespace, saved: int | None = None) -> int:
+    """Return the seed that is asked for, else a session's, else a new one, which -1 asks for."""
+    if options.seed is None and saved is not None:
+        return saved
+    return secrets.randbelow(1 << 32) if options.seed in (None, -1) else int(options.seed)
 
 
 def note_what_is_idle(

@@ -17,8 +17,8 @@ import numpy as np
 
 import kvedge
 from kvedge import KVCache
-from kvedge.console.packages import is_installed
 from kvedge.core.formats import FORMATS
+from kvedge.core.packages import obstacle
 from kvedge.core.rows import RowShape
 
 __all__ = ["Check", "run_checks"]
@@ -174,8 +174,8 @@ def _threads() -> tuple[bool | None, str]:
 
 def _save_and_load() -> tuple[bool | None, str]:
     """A file brings back the same bytes, read and mapped."""
-    if not is_installed("safetensors"):
-        return None, "safetensors is not installed (pip install 'kvedge[io]')"
+    if why := obstacle("safetensors"):
+        return None, why
     rng = np.random.default_rng(4)
     with tempfile.TemporaryDirectory(prefix="kvedge-doctor-") as folder:
         for dtype in FORMATS:

@@ -34,6 +34,7 @@ class Planned:
     weights_bytes: int | None = None  # where they are known
     weights_of: str | None = None  # how
     memory: tuple[ModelMemory, ...] = ()  # of a process with the model, that of this backend first
+    file_bytes: int | None = None  # of the files that hold it
 
     @property
     def loaded_bytes(self) -> int | None:
@@ -164,7 +165,8 @@ def _planned_from_model(path: str) -> Planned:
     here_first = sorted(memory.values(), key=lambda one: one.backend != kvedge.backend)
     shape = _shape_of(Path(path).name, config)
     shape = replace(shape, notes=(*shape.notes, *remarks))
-    return Planned(shape, _size_of_files(path), "the file", tuple(here_first))
+    size = _size_of_files(path)
+    return Planned(shape, here_first[0].weights_bytes, "memory", tuple(here_first), size)
 
 
 def _shape_of(name: str, config: LlamaConfig) -> CacheShape:

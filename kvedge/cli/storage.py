@@ -26,7 +26,8 @@ def add_options(group: Any) -> None:
         metavar="FORMAT",
         help=f"how keys and values are stored: {AUTO}, {', '.join(DTYPES)}, or the .json file of a "
         f"policy that 'kvedge tune' wrote; {AUTO} has keys in "
-        "kivi8 and values in int8, rotated (default: int8)",
+        "kivi8 and values in int8, rotated (default: int8); --engine llama.cpp, which converts "
+        "float32 to float16 before flash attention, has float16, q8_0, bfloat16 and float32",
     )
     for rows in ("key", "value"):
         group.add_argument(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -164,11 +163,7 @@ class Writer:
     def _choose_sampling(self) -> None:
         options, saved = self.options, self.saved
         self.settings = sampling.chosen(options, saved.settings)
-        self.seed: int = next(
-            seed
-            for seed in (options.seed, saved.seed, secrets.randbelow(1 << 32))
-            if seed is not None
-        )
+        self.seed = sampling.seed_of(options, saved.seed)
         if options.group is not None:
             self.seed = ranks.shared_seed(options.group, self.seed)
         # The draws go on where they stopped, unless another seed is asked for.
@@ -206,6 +201,7 @@ class Writer:
                 "(--context, or a shorter prompt)"
             )
         shifts = options.on_full == "shift"
+        self._keep = min(len(held) if options.keep == -1 else options.keep, limit - 2)
         if _has_windows(cache) and (options.prompt_cache is not None or options.tokens == 0):
             self._read_but_the_last()
             if options.tokens == 0:
@@ -222,7 +218,7 @@ class Writer:
             sampler=self._sampler(),
             stop=options.stop or (),
             context_shift=shifts,
-            keep_tokens=min(options.keep, limit - 2) if shifts else 0,
+            keep_tokens=self._keep if shifts else 0,
             num_threads=options.threads,
             precision_bits=options.precision_bits,
             tolerance=options.tolerance,
@@ -287,7 +283,7 @@ class Writer:
             state = self.generation.sampler.random_state
             self.held = list(self.generation.context)
             if self.generation.dropped:
-                exact = min(exact, self.options.keep)
+                exact = min(exact, self._keep)
             elif exact >= len(self.saved.tokens):
                 exact = len(self.held)
         if self._is_kept and any(_dropped(self.cache)):

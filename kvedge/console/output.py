@@ -15,17 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO, TypeVar
 
 from kvedge.console.terminal import printable
+from kvedge.core import packages
 
-try:
-    import rich.box
-    import rich.cells
-    import rich.console
-    import rich.padding
-    import rich.progress
-    import rich.table
-    import rich.text
-except ImportError:
-    rich = None  # type: ignore[assignment]
+rich: Any = packages.require("rich", "") if packages.obstacle("rich") is None else None
 
 __all__ = ["Output", "print_json"]
 
@@ -168,7 +160,9 @@ class Output:
         if rich is None or not _console(sys.stderr).is_terminal:
             return self._timed(items, text) if tell_time else items
         self._hid_cursor = True
-        bar = iter(rich.progress.track(items, text, console=_console(sys.stderr), transient=True))
+        bar: Iterator[_Item] = iter(
+            rich.progress.track(items, text, console=_console(sys.stderr), transient=True)
+        )
         self._bars.append(bar)
         return bar
 
@@ -214,10 +208,10 @@ def _column_widths(
     return widths
 
 
-def _console(stream: TextIO) -> rich.console.Console:
+def _console(stream: TextIO) -> Any:
     console = rich.console.Console(file=stream)
     # rich would exit with code 1; main() has a code of its own for a closed pipe.
-    console.on_broken_pipe = _closed_pipe  # type: ignore[method-assign]
+    console.on_broken_pipe = _closed_pipe
     return console
 
 

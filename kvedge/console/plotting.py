@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvedge.console.exits import UsageError
-from kvedge.console.packages import is_installed
-from kvedge.errors import MissingExtraError
+from kvedge.core import packages
 from kvedge.files.replacing import check_target, replacing
 
 __all__ = ["require", "require_matplotlib", "save_figure", "write_svg"]
@@ -38,10 +37,7 @@ def require(path: str) -> None:
 
 def require_matplotlib(what: str) -> None:
     """MissingExtraError, which says what needs it, without matplotlib."""
-    if not is_installed("matplotlib"):
-        raise MissingExtraError(
-            f"{what} needs matplotlib: pip install 'kvedge[bench]' or pip install matplotlib"
-        )
+    packages.require("matplotlib", f"{what} needs")
 
 
 def save_figure(path: str, draw: Callable[[Any], None]) -> None:

@@ -7,7 +7,9 @@ import sys
 
 from kvedge.console.exits import CommandError
 
-__all__ = ["drop_stdout", "prepare", "read_stdin", "read_text"]
+__all__ = ["BYTE_ORDER_MARK", "drop_stdout", "prepare", "read_stdin", "read_text"]
+
+BYTE_ORDER_MARK = "\ufeff"  # which some editors put before a text, and none shows
 
 
 def prepare() -> None:
@@ -35,7 +37,7 @@ def prepare() -> None:
 
 
 def read_text(path: str) -> str:
-    """The text of a file, UTF-8, with the line ends that it has.
+    """The text of a file, UTF-8, with the line ends that it has, without a byte order mark.
 
     Raises
     ------
@@ -59,12 +61,14 @@ def read_stdin() -> str:
     if sys.stdin is None:
         raise CommandError("stdin is closed: there is nothing to read")
     binary = getattr(sys.stdin, "buffer", None)
-    return sys.stdin.read() if binary is None else _decoded(binary.read(), "stdin")
+    if binary is None:
+        return sys.stdin.read().removeprefix(BYTE_ORDER_MARK)
+    return _decoded(binary.read(), "stdin")
 
 
 def _decoded(text: bytes, name: str) -> str:
     try:
-        return text.decode()
+        return text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CommandError(f"{name} is not a text in UTF-8: {error}") from error
 

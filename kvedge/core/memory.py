@@ -14,6 +14,7 @@ process 65,530.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -326,6 +327,14 @@ def resident_bytes(slabs: Sequence[np.ndarray]) -> int | None:
     except (OSError, ValueError):
         return None
     return pages * PAGE
+
+
+def give_back() -> None:
+    """Return memory to the system that was freed and that the C library keeps (glibc)."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
 
 
 def huge_page_share() -> float | None:

@@ -11,7 +11,7 @@ import os
 import sys
 from types import TracebackType
 
-__all__ = ["end_quietly_when_interrupted", "is_command"]
+__all__ = ["end_quietly_when_interrupted", "is_command", "is_for_the_command"]
 
 
 def is_command() -> bool:
@@ -21,6 +21,19 @@ def is_command() -> bool:
         return any(argument in ("kvedge", "-mkvedge") for argument in sys.orig_argv[1:])
     name, _ = os.path.splitext(os.path.basename(program))
     return name == "kvedge"
+
+
+def is_for_the_command() -> bool:
+    """Whether the package is being imported on behalf of ``kvedge.cli``, which tells of errors."""
+    if is_command() or sys.argv[:1] == ["-m"]:
+        return is_command()
+    asked, frame = "", sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_find_and_load":  # of Python's import
+            name = str(frame.f_locals.get("name"))
+            asked = name if name.startswith("kvedge") else asked
+    return asked in ("kvedge.cli", "kvedge.__main__")
 
 
 def end_quietly_when_interrupted() -> None:

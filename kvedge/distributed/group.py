@@ -19,6 +19,7 @@ import numpy as np
 
 from kvedge.core.checks import describe
 from kvedge.core.config import as_float
+from kvedge.core.packages import require
 from kvedge.errors import InvalidArgumentError, MissingExtraError, RankLostError
 
 __all__ = ["Group", "MpiGroup", "TorchGroup", "as_group", "torch_distributed"]
@@ -166,13 +167,8 @@ def torch_distributed() -> Any:
     MissingExtraError
         torch is not installed, or without it.
     """
-    try:
-        import torch.distributed as distributed
-    except ImportError as error:
-        raise MissingExtraError(
-            f"a context over several processes needs torch: pip install 'kvedge[distributed]' "
-            f"({error})"
-        ) from error
+    torch = require("torch", "a context over several processes needs", needs=("distributed",))
+    distributed = torch.distributed
     if not distributed.is_available():
         raise MissingExtraError("this torch was built without torch.distributed")
     return distributed

@@ -30,7 +30,6 @@ from kvedge.errors import (
     CorruptFileError,
     InvalidArgumentError,
     KvedgeError,
-    MissingExtraError,
     NonFiniteInputError,
     OutOfMemoryError,
 )
@@ -270,11 +269,6 @@ def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _
                 status.st_size,
             ):
                 return None
-            if not hasattr(header, "offset_keys"):
-                raise MissingExtraError(
-                    "loading needs safetensors 0.6 or later, not "
-                    f"{safetensors.__version__}: pip install -U 'kvedge[io]'"
-                )
             fields = dict(header.metadata() or {})
             found = []
             for name in header.offset_keys():

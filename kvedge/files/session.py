@@ -43,8 +43,9 @@ from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
+from kvedge.core.packages import require
 from kvedge.core.storage import KEY_VECTORS, PART_OPTIONS
-from kvedge.errors import InvalidArgumentError, MissingExtraError
+from kvedge.errors import InvalidArgumentError
 from kvedge.files.contents import CacheContents, CacheFormat
 from kvedge.files.replacing import replacing
 from kvedge.rope import Turns
@@ -393,21 +394,4 @@ def digest(
 
 
 def safetensors_package() -> Any:
-    try:
-        import safetensors
-        from safetensors import safe_open  # noqa: F401 (a mere folder of that name has none)
-    except ModuleNotFoundError as error:
-        if error.name != "safetensors":
-            raise _import_failed(error) from error
-        raise MissingExtraError(
-            f"saving and loading needs the safetensors package: pip install 'kvedge[io]' ({error})"
-        ) from error
-    except ImportError as error:  # it is there: its library may be for another Python, or damaged
-        raise _import_failed(error) from error
-    return safetensors
-
-
-def _import_failed(error: ImportError) -> MissingExtraError:
-    return MissingExtraError(
-        f"saving and loading needs the safetensors package, which cannot be imported: {error}"
-    )
+    return require("safetensors", "saving and loading need")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kvedge.core.checks import checked_path
-from kvedge.errors import CorruptFileError, MissingExtraError
+from kvedge.errors import CorruptFileError
 from kvedge.files.replacing import replacing
 from kvedge.files.session import digest, header, safetensors_package
 
@@ -64,8 +64,6 @@ def read(
     with open(path, "rb"):
         pass  # what the system says of the path, before the package has its own words
     safetensors = safetensors_package()
-    if not hasattr(safetensors, "safe_open"):
-        raise MissingExtraError("loading needs safetensors 0.6 or later: pip install 'kvedge[io]'")
     arrays: dict[str, np.ndarray] = {}
     try:
         with safetensors.safe_open(path, framework="np") as file:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ..errors import InvalidArgumentError, MissingExtraError
+import numpy as np
+
+from ..core.packages import require
+from ..errors import InvalidArgumentError
 from .chat_template import ChatTemplate
 from .text_splits import text_split
 from .tokenizer import WithControlTexts
@@ -57,14 +60,7 @@ class ByteLevelBpeTokenizer(WithControlTexts):
         spelled_ids: Collection[int] = (),
         add_bos: bool | None = None,
     ) -> None:
-        try:
-            import tokenizers
-            from tokenizers import Tokenizer  # noqa: F401 (a mere folder of that name has none)
-        except ImportError as error:
-            raise MissingExtraError(
-                "this model's byte-level tokenizer needs the package tokenizers: "
-                "pip install kvedge[gguf]"
-            ) from error
+        tokenizers = require("tokenizers", "this model's byte-level tokenizer needs")
         way = text_split(split)
         self.vocab_size = len(tokens)
         for token in (*stop_ids, *special_ids, *spelled_ids, *([] if bos_id is None else [bos_id])):
@@ -73,7 +69,10 @@ class ByteLevelBpeTokenizer(WithControlTexts):
         self.bos_id = bos_id
         self.stop_ids = frozenset(stop_ids)
         self.add_bos = bos_id is not None and (way.add_bos if add_bos is None else add_bos)
-        self._tokens = list(tokens)
+        texts = [text.encode("utf-8", "surrogatepass") for text in tokens]
+        self._texts = b"".join(texts)  # a Python object per token would take ten times as much
+        self._ends = np.cumsum([0, *map(len, texts)])
+        del texts
         self._special = frozenset(special_ids)
 
         pre = tokenizers.pre_tokenizers
@@ -189,7 +188,9 @@ class ByteLevelBpeTokenizer(WithControlTexts):
         self._check(token)
         if token in self._special:
             return b""
-        text = self._tokens[token]
+        text = self._texts[self._ends[token] : self._ends[token + 1]].decode(
+            "utf-8", "surrogatepass"
+        )
         try:
             return bytes(self._byte_of[char] for char in text)
         except KeyError:  # a user-defined token is plain text

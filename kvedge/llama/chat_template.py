@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..errors import InvalidArgumentError, MissingExtraError
+from ..core.packages import require
+from ..errors import InvalidArgumentError
 
 __all__ = ["ChatTemplate"]
 
@@ -35,14 +36,9 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> Any:
-        try:
-            import jinja2  # noqa: F401  the extra
+        require("jinja2", "chat templates need")
+        from .template_sandbox import LONGEST_SOURCE, ChatEnvironment, limited
 
-            from .template_sandbox import LONGEST_SOURCE, ChatEnvironment, limited
-        except ImportError as error:
-            raise MissingExtraError(
-                "chat templates need the package jinja2: pip install 'kvedge[chat]'"
-            ) from error
         if len(self.source) > LONGEST_SOURCE:
             raise InvalidArgumentError(
                 f"the chat template has {len(self.source)} characters, at most {LONGEST_SOURCE}"

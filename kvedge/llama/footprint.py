@@ -9,17 +9,18 @@ from pathlib import Path
 from .checkpoint import checkpoint_bytes, read_checkpoint_config
 from .config import LlamaConfig
 from .gguf_file import gguf_bytes, is_gguf
-from .gguf_reader import GgufFile
+from .gguf_reader import is_plain
 
 __all__ = ["ModelMemory", "read_footprint"]
 
 _MIB = 1 << 20
 # Resident memory, measured on x86-64 with Python 3.11 and NumPy 2.4 (Linux).
-_PROCESS = 46 * _MIB  # Python, NumPy, kvedge and its command line
-_PACKAGES = 6 * _MIB  # gguf and tokenizers
-_PER_SCORED_TOKEN = 245  # its text, score and place in a table, and what reading them left behind
-_PER_BYTE_LEVEL_ENTRY = 330  # a token or a merge, here and in the package tokenizers
-_DECODING = 16 * _MIB  # a chunk of a tensor being decoded
+_PROCESS = int(48.5 * _MIB)  # Python, NumPy, kvedge, its command line and runtime
+_GGUF, _TOKENIZERS = 2 * _MIB, int(3.5 * _MIB)  # these packages, where the file needs them
+# An entry of the vocabulary: its text, score and place in a table, or a token or a merge in the
+# package tokenizers; and what reading them leaves behind in Python's own memory.
+_PER_ENTRY = 190
+_DECODING, _PER_ENTRY_READ = 4 * _MIB, 70  # what is given back at the end: of tensors, of entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class ModelMemory:
 
     backend: str
     weights_bytes: int  # as they are held
+    added_bytes: int  # by loading: weights, tokenizer, packages that the file needs
     loaded_bytes: int  # of the process when the model is loaded
     peak_bytes: int  # the most while it loads
 
@@ -59,20 +61,21 @@ def read_footprint(
     if not is_gguf(path):
         config = read_checkpoint_config(path)
         weights, transient = checkpoint_bytes(path)
-        rest = _PROCESS + _PER_SCORED_TOKEN * config.vocab_size
-        one = [weights, rest + weights, rest + weights + transient]
-        return config, {name: ModelMemory(name, *one) for name in ("native", "numpy")}, []
+        added = weights + _PER_ENTRY * config.vocab_size
+        names = ("native", "numpy")
+        return config, {name: _memory(name, weights, added, transient) for name in names}, []
     config, held, file, remarks = gguf_bytes(path)
-    rest = _PROCESS + _PACKAGES + _tokenizer_bytes(file)
+    tokens, merges = (file.count(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
+    entries = tokens + merges
+    beside = _PER_ENTRY * entries + (_TOKENIZERS if merges else 0)
+    beside += 0 if all(map(is_plain, map(file.kind, file.tensor_names))) else _GGUF
+    transient = _DECODING + _PER_ENTRY_READ * entries
     memory = {
-        name: ModelMemory(name, weights, rest + weights, rest + weights + _DECODING)
-        for name, weights in held.items()
+        name: _memory(name, weights, beside + weights, transient) for name, weights in held.items()
     }
     return config, memory, remarks
 
 
-def _tokenizer_bytes(file: GgufFile) -> int:
-    tokens, merges = (file.count(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
-    if not merges:
-        return _PER_SCORED_TOKEN * tokens
-    return _PER_BYTE_LEVEL_ENTRY * (tokens + merges)
+def _memory(name: str, weights: int, added: int, transient: int) -> ModelMemory:
+    loaded = _PROCESS + added
+    return ModelMemory(name, weights, added, loaded, loaded + transient)

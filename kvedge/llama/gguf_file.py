@@ -10,6 +10,7 @@ import numpy as np
 
 import kvedge
 
+from ..core import memory
 from ..errors import ScaleRangeError
 from .config import LlamaConfig
 from .gguf_config import ARCHITECTURES, FACTORS, GgufConfig
@@ -119,7 +120,10 @@ def load_gguf(
     for remark in model.remarks:
         warnings.warn(remark, stacklevel=2)
     tokenizer = read_tokenizer(model.file) if with_tokenizer else None
-    return config, model.weights(config), tokenizer
+    weights = model.weights(config)
+    del model  # the header's texts, and behind each tensor what decoding it took
+    memory.give_back()
+    return config, weights, tokenizer
 
 
 class GgufModel(GgufConfig):

@@ -14,14 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CorruptFileError, MissingExtraError, UnsupportedModelError
+from ..core.packages import require
+from ..errors import CorruptFileError, UnsupportedModelError
 from .gguf_header import GgufHeader, TensorInfo
 
 __all__ = ["GgufFile", "is_gguf"]
 
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-_ELEMENTS_AT_ONCE = 1 << 20  # of a tensor: 4 MB of float32
+_ELEMENTS_AT_ONCE = 1 << 18  # of a tensor: 1 MB of float32, and as much again in between
 _PLAIN = {"F32": "<f4", "F16": "<f2"}  # formats that NumPy reads
+
+
+def is_plain(kind: str) -> bool:
+    """Whether NumPy reads a format of tensors, without the package gguf."""
+    return kind in _PLAIN
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -185,15 +191,9 @@ class GgufFile:
         kind = tensor.type.name
         if kind in _PLAIN:
             return np.array(data.view(_PLAIN[kind]), dtype=np.float32, order="C")
+        gguf = require("gguf", f"weights of the format {kind} need")
         try:
-            from gguf import GGMLQuantizationType, dequantize
-        except ImportError as error:
-            raise MissingExtraError(
-                f"reading weights of the format {kind} needs the package gguf: "
-                "pip install kvedge[gguf]"
-            ) from error
-        try:
-            values = dequantize(data, GGMLQuantizationType(tensor.type_number))
+            values = gguf.dequantize(data, gguf.GGMLQuantizationType(tensor.type_number))
         except (NotImplementedError, ValueError) as error:  # ValueError: no such type in this gguf
             raise UnsupportedModelError(
                 f"{self.path}: the tensor {tensor.name!r} has the format {kind}, "

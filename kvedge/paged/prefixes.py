@@ -165,7 +165,7 @@ class PrefixTree:
         Raises
         ------
         InvalidArgumentError
-            One of them is known by other token ids.
+            One of them is known by other token ids, or in another namespace.
         """
         path = list(self._split(token_ids, namespace))
         rest = token_ids[len(path) * self._block_size :].tobytes() if partial else b""
@@ -175,13 +175,13 @@ class PrefixTree:
             before, node = node, None if node is None else node.children.get(ids)
             known = self._nodes.get(blocks[i])
             if known is not None and known is not node and not _grows(known, before, ids):
-                self._refuse(i)
+                self._refuse(i, known, namespace)
         held = self._nodes.get(blocks[len(path)]) if rest else None
         if held is not None and not _grows(held, node, space + rest):
             if held.namespace == space and held.parent is node and held.ids.startswith(rest):
                 rest = b""  # more of it is known already
             else:
-                self._refuse(len(path))
+                self._refuse(len(path), held, namespace)
         node = self._root
         for ids, block in zip(path, blocks, strict=False):
             child = node.children.get(ids)
@@ -197,12 +197,19 @@ class PrefixTree:
                 self._nodes[block].take_out()
             node.tails[space, rest] = self._nodes[block] = _Node(node, rest, block, space)
 
-    def _refuse(self, index: int) -> NoReturn:
-        first = index * self._block_size
-        raise InvalidArgumentError(
-            f"tokens {first} to {first + self._block_size - 1} are registered already, "
-            "under other token ids than these or after other tokens"
-        )
+    def _refuse(self, index: int, known: _Node, namespace: bytes) -> NoReturn:
+        first, last = index * self._block_size, (index + 1) * self._block_size - 1
+        of_known = self._namespace_of(known)
+        why = "under other token ids than these or after other tokens"
+        if of_known != namespace:
+            why = f"in {_described(of_known)}, and these are of {_described(namespace)}"
+        raise InvalidArgumentError(f"tokens {first} to {last} are registered already, {why}")
+
+    def _namespace_of(self, node: _Node) -> bytes:
+        """The namespace that the first block of a prefix stands in."""
+        while node.parent is not None and node.parent is not self._root:
+            node = node.parent
+        return node.ids[: -8 * self._block_size] if node.namespace is None else node.namespace
 
     def remove(self, block: int) -> list[int]:
         """Forget a block and all that come after it, which cannot be reached without it.
@@ -256,6 +263,11 @@ def _grows(known: _Node, before: _Node | None, ids: bytes) -> bool:
     """Whether a block is known as a tail after a node, which such ids begin with."""
     space = known.namespace
     return space is not None and known.parent is before and ids.startswith(space + known.ids)
+
+
+def _described(namespace: bytes) -> str:
+    text = namespace.decode("utf-8", "surrogatepass")
+    return f"the namespace {text!r}" if text else "no namespace"
 
 
 def as_namespace(namespace: object) -> bytes:

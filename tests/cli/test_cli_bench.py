@@ -372,7 +372,7 @@ def test_a_plot_without_matplotlib_fails_before_anything_is_measured(capsys, mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(BENCHMARKS[0], "measure", None)
     assert main(["bench", "decode", "--plot", "x.png"]) == exits.UNAVAILABLE
-    assert "kvedge[bench]" in capsys.readouterr().err
+    assert "kvedge[peers]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,28 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(template, tmp_path):
     assert child.exitstatus == exits.OK
 
 
+def test_keep_minus_one_keeps_the_first_prompt(stories):
+    talk = conversation(stories, keep=-1, n=12, max_seq_len=48)
+    with pytest.raises(ContextFull):
+        say(talk, "Once upon a time there was a big dog in the park. " * 8)
+    say(talk, "Once upon a time there was")
+    first = stories.tokenizer.encode("Once upon a time there was")
+    for _ in range(5):
+        say(talk, " Then Tom ran away")
+        assert talk._held[: len(first)] == first
+    talk.clear()
+    say(talk, "Tom")
+    assert talk._keep == len(stories.tokenizer.encode("Tom"))
+
+
 # ---- whatever ends it ----------------------------------------------------------------------------
+
+
+def test_a_byte_order_mark_before_a_chat_is_no_text(template, monkeypatch, capsys):
+    alone = chat(monkeypatch, capsys, ["/help"], "--chat-template", template).out
+    template.write_text("\ufeff" + template.read_text(), encoding="utf-8")
+    assert chat(monkeypatch, capsys, ["\ufeff/help"], "--chat-template", template).out == alone
+    assert "\ufeff" not in alone
 
 
 @pytest.mark.subprocess

@@ -40,7 +40,7 @@ def test_everything_works_here(this_path_alone, capsys):
     assert report["passed"] and report["version"] == kvedge.__version__ and report["machine"]
     assert set(checks) == {
         *("stored bytes", "accuracy of one token", "accuracy of a prompt"),
-        *("threads", "save and load", "llama.cpp attends with kvedge"),
+        *("threads", "save and load", "optional packages", "llama.cpp attends with kvedge"),
     }
     assert all(check["ok"] is not False for check in checks.values())
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvedge
-from kvedge.cli import compare, engines, main, resume
+from kvedge.cli import compare, main, resume
 from kvedge.console import exits, output
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 from kvedge.llama import LlamaModel, Sampler
@@ -164,6 +164,15 @@ def test_a_seed_repeats_the_same_text_and_another_gives_another(capsys):
     assert first["seed"] == 1
     unseeded = _generate(capsys, *arguments)  # the seed is told, so it can be repeated too
     assert _generate(capsys, *arguments, "--seed", unseeded["seed"])["text"] == unseeded["text"]
+
+
+def test_a_seed_of_minus_one_is_a_new_one_each_time(session, capsys):
+    arguments = ("--tokens", 5, "--temperature", 1, "-s", -1)
+    one, other = _generate(capsys, *arguments), _generate(capsys, *arguments)
+    assert one["seed"] != other["seed"] and min(one["seed"], other["seed"]) >= 0
+    first = _generate(capsys, *arguments, "--save-session", session)
+    more = _generate(capsys, *arguments, "--load-session", session)
+    assert more["seed"] != first["seed"]  # not the session's
 
 
 def test_a_full_context_ends_the_text_and_says_so(capsys):
@@ -398,7 +407,10 @@ def test_a_context_beyond_the_models_own_is_refused_with_the_reason(tmp_path, ca
 def test_without_llama_cpp_a_gguf_file_runs_on_numpy(tmp_path, capsys, monkeypatch):
     gguf_files = pytest.importorskip("gguf_files")
     path = gguf_files.write_gguf(tmp_path / "m.gguf", LlamaModel.from_file(STORIES_MODEL))
-    monkeypatch.setattr(engines, "is_installed", lambda name: name != "llama_cpp")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: find_spec(name) if name != "llama_cpp" else None
+    )
     made = _generate(capsys, "-m", path, "-n", 3)
     assert made["engine"] == "numpy" and "not installed" in made["engine_reason"]
     error = _fails(capsys, "-m", path, "--engine", "llama.cpp", code=exits.UNAVAILABLE)
@@ -471,6 +483,37 @@ def test_prompts_that_cannot_be_read_are_clear_errors(tmp_path, capsys):
     file = tmp_path / "prompt.txt"
     file.write_bytes(b"\xff\xfe")
     assert "UTF-8" in _fails(capsys, "-f", file)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path, capsys, monkeypatch):
+    """Which editors put before a text: of prompts, configs, runs, templates and chats."""
+    file = tmp_path / "prompt.txt"
+    file.write_text("\ufeffTom had a", encoding="utf-8")
+    without = _generate(capsys, "-p", "Tom had a", "-n", 5)
+    assert _generate(capsys, "-f", file, "-n", 5)["tokens"] == without["tokens"]
+    piped = io.TextIOWrapper(io.BytesIO(file.read_bytes()))
+    for stdin in (io.StringIO("\ufeffTom had a"), piped):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert _generate(capsys, "-f", "-", "-n", 5)["tokens"] == without["tokens"]
+    file.write_text("\ufeff\ufeffTom had a", encoding="utf-8")  # the second is of the text
+    assert _generate(capsys, "-f", file, "-n", 1)["prompt"] == "\ufeffTom had a"
+
+    losses = []
+    for mark in ("", "\ufeff"):
+        file.write_text(mark + "Tom had a big red ball. " * 5, encoding="utf-8")
+        assert main(["eval", "--text", str(file), "--cache", "int8", "--json"]) == exits.OK
+        losses.append(json.loads(capsys.readouterr().out)["formats"][0]["loss"])
+    assert losses[0] == losses[1]
+
+    config = tmp_path / "config.json"
+    fields = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    config.write_text("\ufeff" + json.dumps(fields), encoding="utf-8")
+    assert main(["plan", "--hf-config", str(config), "--context", "64", "--json"]) == exits.OK
+    policy = kvedge.LayerPolicy([{"dtype": "int8"}] * 5)
+    policy.save(tmp_path / "policy.json")
+    content = (tmp_path / "policy.json").read_bytes()
+    (tmp_path / "policy.json").write_bytes(b"\xef\xbb\xbf" + content)
+    assert kvedge.LayerPolicy.load(tmp_path / "policy.json") == policy
     assert "No such file" in _fails(capsys, "-f", tmp_path / "none")
     assert "--file" in _fails(capsys, "-f", file, "-p", "x", code=exits.USAGE)
 
@@ -603,6 +646,20 @@ def test_keep_says_which_first_tokens_stay(capsys, monkeypatch):
     monkeypatch.setattr(kvedge.KVCache, "keep", note)
     _generate(capsys, "-n", 40, "-c", 24, "--on-full", "shift", "--keep", 6)
     assert all(first[:6] == (0, 1, 2, 3, 4, 5) and first[6] > 6 for first in seen) and seen
+
+
+def test_keep_minus_one_keeps_all_of_the_prompt(session, capsys):
+    prompt = ("-p", "Once upon a time, there was a little girl named Lily.", "--keep", -1)
+    shifts = ("-c", 32, "--on-full", "shift", "--save-session", session)
+    report = _generate(capsys, *prompt, "-n", 60, *shifts)
+    tokens = LlamaModel.from_file(STORIES_MODEL, STORIES_TOKENIZER).tokenizer.encode(prompt[1])
+    held = json.loads(kvedge.KVCache.load(session).metadata["tokens"])
+    assert report["generated_tokens"] == 60 and 8 < len(tokens) < 30
+    assert held[: len(tokens)] == tokens
+    assert held[len(tokens) :] == report["tokens"][len(tokens) - len(held) :]
+    # A prompt that fills the context leaves room for what a shift drops.
+    tight = _generate(capsys, *prompt, "-n", 20, "-c", len(tokens), "--on-full", "shift")
+    assert tight["generated_tokens"] == 20
 
 
 # ---- the choice of tokens ------------------------------------------------------------------------

@@ -420,6 +420,36 @@ def _base(layers, **more):
             [(1, 2, 8, 8), (2, 1, 8, 8)],
         ),
         (_base(4, num_key_value_heads=[1, 2, 0, 2]), [(1, 1, 8, 8), (2, 2, 8, 8)]),
+        # ... and query heads of their own, of which a key's channels come
+        (
+            {
+                **_base(4, num_key_value_heads=None, num_attention_heads=[2, 4, 4, 8]),
+                "head_dim": None,
+                "block_configs": [
+                    {"attention": {"n_heads_in_group": each, "no_op": each is None}}
+                    for each in (1, 2, None, 4)
+                ],
+            },
+            [(1, 2, 8, 8), (1, 2, 4, 4), (1, 2, 2, 2)],
+        ),
+        # OpenELM
+        (
+            {
+                "model_type": "openelm",
+                "num_transformer_layers": 4,
+                "num_query_heads": [12, 12, 16, 20],
+                "num_kv_heads": [3, 3, 4, 5],
+                "qkv_multipliers": [0.5, 1.0],
+                "head_dim": 64,
+                "model_dim": 1280,
+            },
+            [(2, 3, 64, 64), (1, 4, 64, 64), (1, 5, 64, 64)],
+        ),
+        (_base(3, head_dim=[8, 8, 16]), [(2, 2, 8, 8), (1, 2, 16, 16)]),
+        (
+            _base(4, sliding_window=[None, 5, 5, 7]),
+            [(1, 2, 8, 8), (2, 2, 8, 8, 5), (1, 2, 8, 8, 7)],
+        ),
         (_base(3, num_key_value_heads_per_layer=[4, 4, 1]), [(2, 4, 8, 8), (1, 1, 8, 8)]),
         # MPT, DBRX
         (
@@ -445,6 +475,7 @@ def test_layers_that_keep_keys_and_values_are_counted_as_the_model_has_them(
 ):
     found = shape_from_hf_config(str(_hf(tmp_path, **config)))
     assert found.groups == tuple(LayerGroup(*group) for group in groups)
+    assert not [note for note in found.notes if "not understood" in note]
 
 
 @pytest.mark.parametrize(

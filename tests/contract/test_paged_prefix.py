@@ -458,6 +458,19 @@ def test_rows_that_are_written_over_are_found_no_more(cache, rng, is_full):
     assert cache.match_prefix([1, 9, 9], partial=True)[1] == 3
 
 
+@pytest.mark.parametrize("ids", [[1, 2], list(range(1, 10))], ids=["tail", "full blocks"])
+def test_what_is_registered_in_another_namespace_is_refused_by_its_name(cache, ids):
+    for registered, asked in (("a", "b"), (None, "b"), ("c", None)):
+        seq = cache.new_sequence()
+        give(cache, seq, ids, namespace=registered)
+        with pytest.raises(errors.InvalidArgumentError) as caught:
+            cache.register(seq, ids, namespace=asked, partial=True)
+        one, other = (f"the namespace '{x}'" if x else "no namespace" for x in (registered, asked))
+        assert f"in {one}, and these are of {other}" in str(caught.value)
+        with pytest.raises(errors.InvalidArgumentError, match="under other token ids"):
+            cache.register(seq, [7, *ids[1:]], namespace=registered, partial=True)
+
+
 def test_tails_are_of_their_namespace(cache):
     seq, other = cache.new_sequence(), cache.new_sequence()
     give(cache, seq, [1, 2, 3], namespace="a")

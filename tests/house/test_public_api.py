@@ -70,7 +70,7 @@ def test_all_names_exist_and_are_sorted_once():
 
 def test_dir_shows_the_public_names_and_nothing_else():
     assert dir(kvedge) == sorted(kvedge.__all__)
-    assert not {"TYPE_CHECKING", "is_command", "sys", "annotations"} & vars(kvedge).keys()
+    assert not {"TYPE_CHECKING", "is_for_the_command", "sys", "annotations"} & vars(kvedge).keys()
 
 
 def test_the_names_of_the_design_are_public():

@@ -209,6 +209,48 @@ def test_models_side_by_side_write_what_each_writes_alone(model_path):
     assert results == [alone] * 3
 
 
+# ---- What kvedge has no part in is counted -----------------------------------------------------
+
+
+def left_since(before, words):
+    """Graphs that were left for a reason with these words, since a report."""
+    [reason] = [reason for reason in report().left if words in reason]
+    return report().left[reason] - before.left.get(reason, 0)
+
+
+def test_graphs_without_flash_attention_are_counted_with_the_remedy(model, tokens):
+    enable()
+    before = report()
+    with model.context(flash=False) as context:
+        context.decode(tokens[:100])
+        context.decode(tokens[100:101], start=100)
+    assert report().taken == before.taken
+    assert left_since(before, "flash attention is off, and flash_attn=True") >= 2
+    assert "--flash_attn true" in str(report())
+    before = report()
+    with model.context() as context:  # nor is a graph counted that has its nodes
+        context.decode(tokens[:100])
+    assert report().left == before.left and report().taken > before.taken
+
+
+def test_contexts_made_before_are_counted_with_the_remedy(model, tokens):
+    with model.context() as older:
+        enable()
+        before = report()
+        older.decode(tokens[:100])
+        older.decode(tokens[100:101], start=100)
+        assert report().taken == before.taken
+        assert left_since(before, "contexts made before enable(): make contexts after it") >= 2
+        before = report()
+        with model.context() as context:
+            context.decode(tokens[:100])
+        assert report().left == before.left and report().taken > before.taken
+        disable()
+        before = report()
+        older.decode(tokens[101:102], start=101)
+        assert report().left == before.left
+
+
 # ---- A program of its own -----------------------------------------------------------------------
 
 PROGRAM = """
@@ -240,8 +282,45 @@ def test_exec_lets_an_unchanged_program_attend_with_kvedge(model_path):
     assert " attention nodes" in done.stderr
 
 
+BY_CTYPES = """
+import ctypes
+import os
+import llama_cpp
+from llama_cpp import llama_cpp as api
+api.llama_backend_init()
+folder = os.path.join(os.path.dirname(llama_cpp.__file__), "lib")
+ggml = ctypes.CDLL(os.path.join(folder, "libggml.so"))
+function = getattr(ggml, {name!r})
+function.restype = ctypes.c_void_p
+assert function({argument}, None)
+"""
+
+
 @pytest.mark.subprocess
-def test_exec_says_where_it_cannot_help(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("ggml_backend_init_by_type", "0"), ("ggml_backend_init_by_name", "b'CPU'")],
+)
+def test_backends_that_ctypes_asks_for_are_taken_over(name, argument):
+    """Functions that jump to ggml_backend_dev_init, so that it returns to none of ggml's."""
+    done = execute(sys.executable, "-c", BY_CTYPES.format(name=name, argument=argument))
+    assert done.returncode == 0 and "0 attention nodes" in done.stderr, done.stderr
+
+
+@pytest.mark.subprocess
+def test_exec_counts_graphs_without_flash_attention(model_path):
+    program = PROGRAM.format(helpers=str(ROOT / "tests/helpers"), path=str(model_path))
+    program = program.replace("model.context()", "model.context(flash=False)")
+    done = execute(sys.executable, "-c", program)
+    assert "0 attention nodes; left to ggml: " in done.stderr and "-fa on" in done.stderr
+
+
+@pytest.mark.subprocess
+def test_exec_says_where_it_cannot_help(tmp_path, model_path):
+    program = PROGRAM.format(helpers=str(ROOT / "tests/helpers"), path=str(model_path))
+    refused = execute("env", "KVEDGE_ISA=sse9", sys.executable, "-c", program)
+    assert refused.returncode == 0 and refused.stdout == "done\n"
+    assert "no ggml was taken over: KVEDGE_ISA=sse9 cannot be used here" in refused.stderr
     none = execute(sys.executable, "-c", "pass")
     assert none.returncode == 0 and "no ggml was taken over" in none.stderr
     missing = execute("no-such-program")

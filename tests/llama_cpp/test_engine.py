@@ -111,6 +111,17 @@ def test_what_llama_cpp_cannot_do_is_refused_and_auto_takes_numpy(write, fails, 
     assert made["engine"] == "numpy" and flags[0] in made["engine_reason"]
 
 
+def test_a_cache_of_float32_is_said_to_be_read_as_float16(path, capsys):
+    def told(*flags):
+        assert main(["generate", "-m", str(path), "-n", "3", *flags]) == exits.OK
+        return capsys.readouterr().err
+
+    for flag in ("--cache", "--key-dtype", "--value-dtype"):
+        assert "converts rows of float32 to float16" in told(flag, "float32")
+    for flags in ((), ("--cache", "bfloat16"), ("--cache", "float32", "--engine", "numpy")):
+        assert "converts" not in told(*flags)
+
+
 def test_models_and_engines_that_do_not_fit_are_told(path, fails, capsys, tmp_path):
     assert "--hf DIR" in fails("--engine", "transformers")
     assert main(["generate", "--engine", "llama.cpp"]) == exits.USAGE

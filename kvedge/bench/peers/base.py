@@ -9,7 +9,7 @@ import numpy as np
 
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
-from kvedge.console.packages import is_installed
+from kvedge.core.packages import is_installed, obstacle
 
 __all__ = ["Competitor"]
 
@@ -41,7 +41,7 @@ class Competitor(ABC):
         """Return why this competitor cannot run here, or None if it can."""
         if self.module and not is_installed(self.module):
             return f"no {self.package} here (pip install 'kvedge[bench]')"
-        return None
+        return obstacle(self.module) if self.module else None
 
     def version(self) -> str:
         """Return the version of its package."""

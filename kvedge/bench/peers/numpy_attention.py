@@ -11,7 +11,7 @@ import numpy as np
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
-from kvedge.console.packages import is_installed
+from kvedge.core.packages import obstacle
 
 __all__ = ["NumpyAttention"]
 
@@ -50,8 +50,8 @@ class NumpyAttention(Competitor):
             self._stored.append((keys, values))
 
     def _limit_threads(self, num_threads: int) -> None:
-        if not is_installed("threadpoolctl"):
-            self.note = "as many threads as its BLAS takes (threadpoolctl is not installed)"
+        if why := obstacle("threadpoolctl"):
+            self.note = f"as many threads as its BLAS takes ({why})"
             return
         limit: Any = importlib.import_module("threadpoolctl").threadpool_limits
         self._limits.enter_context(limit(num_threads, user_api="blas"))

@@ -10,7 +10,7 @@ import numpy as np
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
-from kvedge.console.packages import is_installed
+from kvedge.core.packages import obstacle
 
 __all__ = ["OrtGroupQueryAttention"]
 
@@ -43,8 +43,8 @@ class OrtGroupQueryAttention(Competitor):
     def unavailable(self) -> str | None:
         """The model is built with ``onnx``; INT8 needs a version that has it on CPUs."""
         missing = super().unavailable()
-        if missing or not is_installed("onnx"):
-            return missing or "no onnx here (pip install 'kvedge[bench]')"
+        if why := missing or obstacle("onnx"):
+            return why
         if self._kind == "int8" and _release(self.version()) < _INT8_SINCE:
             least = ".".join(map(str, _INT8_SINCE))
             return f"onnxruntime {self.version()} has no INT8 cache on CPUs ({least} has)"
