@@ -110,7 +110,7 @@ def _in_place(state: Tensor) -> bool:
 
 
 def _of_heads(shared: int, heads: int, *sizes: int) -> None:
-    if not shared or heads % shared or max(sizes) > MAX_STATE_DIM:
+    if not shared or heads % shared or not 0 < min(sizes) <= max(sizes) <= MAX_STATE_DIM:
         raise Unserved(f"{heads} heads of {sizes}, {shared} groups, are not served")
 
 
