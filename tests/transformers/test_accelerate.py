@@ -553,4 +553,6 @@ def test_any_tensors_are_as_with_torch_s_function_or_change_nothing(name, data):
     except RuntimeError:  # mixed types in its convolution, no tokens
         return
     for one, other in zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]:
-        assert_close(one.float(), other.float(), 3e-2)
+        assert one.shape == other.shape
+        if one.numel():
+            assert_close(one.float(), other.float(), 3e-2)

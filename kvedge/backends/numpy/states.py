@@ -203,6 +203,8 @@ def conv_extend(
         bias=(bias, (of_x[2],)),
         out=(out, of_x),
     )
+    if not x.size:
+        return
     with _in_float32(state) as held:
         past = held.shape[2]
         inputs = np.concatenate([held.swapaxes(1, 2), x], axis=1)
