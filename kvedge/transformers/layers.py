@@ -626,8 +626,8 @@ class KvedgeSlidingLayer(KvedgeLayer):
             self._restrict()
 
     def _restrict(self) -> None:
-        """Keep the tokens that the next query may read, no others."""
-        extra = self.num_held - (self.sliding_window - 1)
+        """Keep the tokens that the next query may read, and one: the last may be read anew."""
+        extra = self.num_held - self.sliding_window
         if extra > 0:
             self.own_rows()
             self.version += 1
