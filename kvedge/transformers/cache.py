@@ -98,10 +98,10 @@ class KvedgeCache(Cache):
             transformers. docs/transformers.md says what fewer bits cost.
         checkpoints : int
             Moments that :meth:`keep_prefix` and :meth:`crop` can go back to where layers have a
-            window or a state, held at most. One is taken before the last token of each prompt of
-            ``generate`` (which then reads that token by itself; transformers 5), at the end of one
-            that the model is called with, and at the end of each turn; old ones thin out. 0: only
-            those of :meth:`checkpoint`, and one of them.
+            window or a state, held at most. One is taken at the end of each prompt and of each
+            turn, where there are states before the last token of a prompt of ``generate``, which
+            then reads that by itself; old ones thin out. 0: only those of :meth:`checkpoint`, and
+            one of them.
         checkpoint_bytes : int, optional
             The most that their copies may take together, in bytes.
         checkpoint_every : int
@@ -344,13 +344,14 @@ class KvedgeCache(Cache):
     def _divide_prompt(self, caller: FrameType, linear: list[bool]) -> None:
         """Let `generate` read the last token of a prompt by itself, after a checkpoint.
 
-        The same prompt needs its logits anew when it is answered again. `generate` looks at the
-        cache before it reads a prompt, and reads it in chunks if its own copy of the options says
-        so (transformers 5).
+        The same prompt needs its logits anew when it is answered again, and a state cannot go back
+        by a token, as a window does. `generate` looks at the cache before it reads a prompt, and
+        reads it in chunks if its own copy of the options says so (transformers 5).
         """
-        if not self._needs_checkpoints or not self._checkpoints.most or all(linear):
+        if caller.f_code.co_name != "_prefill" or all(linear) or not self._needs_checkpoints:
             return
-        if caller.f_code.co_name != "_prefill" or self._records_past:
+        has_states = any(map(states.has_state, self.layers))
+        if not has_states or not self._checkpoints.most or self._records_past:
             return
         given = caller.f_locals
         config, ids, more = (given.get(one) for one in ("generation_config", "input_ids", "model_kwargs"))
@@ -359,7 +360,8 @@ class KvedgeCache(Cache):
         if config.num_beams > 1 or config.output_attentions or config.output_hidden_states:
             return
         mask, length = more.get("attention_mask"), self.get_seq_length()
-        new = ids.shape[1] - (length if mask is not None and mask.shape[1] == ids.shape[1] else 0)
+        seen = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+        new = ids.shape[1] - (length if seen == ids.shape[1] else 0)  # or new ids alone are given
         if config.prefill_chunk_size is None and new > 1:
             config.prefill_chunk_size = new - 1
             self._checkpoints.wanted = length + new - 1

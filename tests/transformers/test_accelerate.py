@@ -553,6 +553,5 @@ def test_any_tensors_are_as_with_torch_s_function_or_change_nothing(name, data):
     except RuntimeError:  # mixed types in its convolution, no tokens
         return
     for one, other in zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]:
-        assert one.shape == other.shape
-        if one.numel():
+        if one.numel():  # of no tokens torch's convolution gives another shape
             assert_close(one.float(), other.float(), 3e-2)
