@@ -987,8 +987,8 @@ def bind():
     A process initializes an extension once, but may import kvedge again, whose modules are new ones then:
     :mod:`kvedge.backends.select` calls this at each import.
     """
-    global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError, OutOfMemoryError
-    global UnsupportedIsaError
+    global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
+    global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
     global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
     global turned, turned_back, _attend_and_note
     from inspect import signature
@@ -999,7 +999,8 @@ def bind():
     from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.options import AttendOptions
     from kvedge.errors import (
-        KvedgeError, LayoutError, NonFiniteInputError, OutOfMemoryError, UnsupportedIsaError)
+        InvalidArgumentError, KvedgeError, LayoutError, NonFiniteInputError, OutOfMemoryError,
+        ShapeMismatchError, UnsupportedIsaError)
     from kvedge.layer import keys as layer_keys
     from kvedge.layer import room
     from kvedge.layer.layer import KvLayer

@@ -20,7 +20,13 @@ import transformers
 
 from kvedge.core.checks import describe
 from kvedge.core.options import as_num_threads
-from kvedge.errors import InvalidArgumentError, KvedgeError, NonFiniteInputError
+from kvedge.errors import (
+    InvalidArgumentError,
+    KvedgeError,
+    LayoutError,
+    NonFiniteInputError,
+    ShapeMismatchError,
+)
 from kvedge.transformers.steps import STEPS, UNSERVED, Unserved
 
 if TYPE_CHECKING:
@@ -311,6 +317,10 @@ def _plain(value: Any) -> Any:
     return None if hasattr(value, "_is_kvedges") else value
 
 
+class _ArraysDiffer(ShapeMismatchError, RuntimeError):
+    """Arrays that do not fit together, of which torch's own functions raise a RuntimeError."""
+
+
 class _Step:
     """A function of a layer's step: kvedge's, or where that does not serve a call, torch's own."""
 
@@ -326,10 +336,17 @@ class _Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._function(self._acceleration._threads(), *args, **kwargs)
-        except Unserved as error:
-            why = str(error)
+        except ShapeMismatchError as error:
+            raise _ArraysDiffer(
+                f"{self._name} of {self._kind}: {error} (a cache with states of another batch? "
+                "reset() it)",
+                expected=error.expected,
+                got=error.got,
+            ) from error
         except NonFiniteInputError:
             why = "the model computes infinities or NaN"
+        except (Unserved, LayoutError, InvalidArgumentError) as error:
+            why = str(error)
         self._acceleration._note(self._name, self._kind, why)
         return self.torchs()(*args, **kwargs)
 

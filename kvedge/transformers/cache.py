@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["KvedgeCache"]
 
+# What generate() gives a model that reads text alone.
+_OF_TEXT = {
+    "attention_mask", "cache", "cache_params", "logits_to_keep", "past_key_values", "position_ids",
+    "use_cache",
+}  # fmt: skip
+
 
 class KvedgeCache(Cache):
     """A cache for ``model.generate`` whose keys and values are stored, and attended, by kvedge.
@@ -93,7 +99,9 @@ class KvedgeCache(Cache):
         checkpoints : int
             Moments that :meth:`keep_prefix` and :meth:`crop` can go back to where layers have a
             window or a state, held at most. One is taken at the end of each prompt and of each
-            turn; old ones thin out. 0: only those of :meth:`checkpoint`, and one of them.
+            turn, where there are states before the last token of a prompt of ``generate``, which
+            then reads that by itself; old ones thin out. 0: only those of :meth:`checkpoint`, and
+            one of them.
         checkpoint_bytes : int, optional
             The most that their copies may take together, in bytes.
         checkpoint_every : int
@@ -326,6 +334,38 @@ class KvedgeCache(Cache):
         self._drafts.clear()
         super().batch_select_indices(indices)
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether layers have states alone."""
+        linear: list[bool] = super().is_linear
+        self._divide_prompt(sys._getframe(1), linear)
+        return linear
+
+    def _divide_prompt(self, caller: FrameType, linear: list[bool]) -> None:
+        """Let `generate` read the last token of a prompt by itself, after a checkpoint.
+
+        The same prompt needs its logits anew when it is answered again, and a state cannot go back
+        by a token, as a window does. `generate` looks at the cache before it reads a prompt, and
+        reads it in chunks if its own copy of the options says so (transformers 5).
+        """
+        if caller.f_code.co_name != "_prefill" or all(linear) or not self._needs_checkpoints:
+            return
+        has_states = any(map(states.has_state, self.layers))
+        if not has_states or not self._checkpoints.most or self._records_past:
+            return
+        given = caller.f_locals
+        config, ids, more = (given.get(one) for one in ("generation_config", "input_ids", "model_kwargs"))
+        if caller.f_globals.get("__name__") != GenerationMixin.__module__ or not more.keys() <= _OF_TEXT:
+            return
+        if config.num_beams > 1 or config.output_attentions or config.output_hidden_states:
+            return
+        mask, length = more.get("attention_mask"), self.get_seq_length()
+        seen = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+        new = ids.shape[1] - (length if seen == ids.shape[1] else 0)  # or new ids alone are given
+        if config.prefill_chunk_size is None and new > 1:
+            config.prefill_chunk_size = new - 1
+            self._checkpoints.wanted = length + new - 1
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen."""
         length: int = super().get_seq_length(layer_idx)
@@ -377,14 +417,15 @@ class KvedgeCache(Cache):
     def token_ids(self) -> torch.Tensor | None:
         """The ids of the tokens held, int64 (batch, tokens); None where they are not known.
 
-        A cache is given keys and values, no ids: set this to what ``generate`` returned. Ids beyond
-        the tokens held, as that of the last token, are left out. A further step, or anything else
-        that changes the cache but :meth:`keep_prefix`, makes them unknown again.
+        A cache is given keys and values, no ids: set this to what ``generate`` returned. The id of
+        the last token, which the model has not read yet, is left out. A further step, or anything
+        else that changes the cache but :meth:`keep_prefix`, makes them unknown again.
 
         Raises
         ------
         ShapeMismatchError
-            Ids of another number of sequences, or fewer than the tokens held.
+            Ids of another number of sequences, fewer than the tokens held, or more than one beyond
+            them: as where a model has gone on with another cache.
         """
         return session.known_ids(self, self._noted_ids)
 

@@ -57,6 +57,20 @@ class Checkpoint(NamedTuple):
         """Bytes of the copies."""
         return sum(each.num_bytes for each in (*self.rows, *self.states) if each is not None)
 
+    def can_lose_its_last(self, layers: list[Any]) -> bool:
+        """Whether layers that are gone back to this one can drop another token."""
+        if any(self.states):
+            return False
+        kept = self.length - 1
+        for layer, rows in zip(layers, self.rows, strict=True):
+            if isinstance(rows, _Window) and rows.rows:
+                held = len(rows.rows[0]) + rows.padding[0] - 1
+                if held < min(kept, layer.sliding_window - 1):
+                    return False
+            if isinstance(layer, KvedgeEvictingLayer) and layer.why_not_back(kept) is not None:
+                return False
+        return True
+
 
 def take(layers: list[Any], length: int) -> Checkpoint:
     """A checkpoint of the layers of a cache, which all have seen `length` tokens."""
@@ -118,6 +132,7 @@ class Checkpoints:
         self.most, self.most_bytes, self.every = most, most_bytes, every
         self._held: list[Checkpoint] = []
         self._was_prompt = False
+        self.wanted: int | None = None  # tokens at which the next step has one, if it begins there
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoints:
         """Share the checkpoints, which do not change."""
@@ -138,10 +153,10 @@ class Checkpoints:
     def is_due(self, length: int, tokens: int) -> bool:
         """Whether one is to be taken at a length, before so many tokens more are computed.
 
-        It is at the end of a prompt, at the end of a turn (what comes next is a prompt), and
-        `every` so many tokens.
+        It is at the end of a prompt or where that is `wanted`, at the end of a turn (what comes
+        next is a prompt), and `every` so many tokens.
         """
-        was_prompt, self._was_prompt = self._was_prompt, tokens > 1
+        was_prompt, self._was_prompt = self._was_prompt or self.wanted == length, tokens > 1
         last = self._held[-1].length if self._held else 0
         if not self.most or length in (0, last):
             return False

@@ -200,8 +200,7 @@ class KvedgeEvictingLayer(KvedgeLayer):
         self.attended, self.in_prompt = [], False
 
     def _take(self, indices: torch.Tensor) -> None:
-        if self.get_seq_length():
-            self.attended = [self.attended[index].copy() for index in indices.tolist()]
+        self.attended = [self.attended[index].copy() for index in indices.tolist()]
         super()._take(indices)
 
 

@@ -5,6 +5,7 @@ The state stays in transformers' own code, but for the type it is kept in; keys 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvedge.transformers import states
 from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.kept_states import KeepsStates
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
@@ -28,32 +30,46 @@ __all__ = [
 
 
 class KvedgeStateLayer(KeepsStates, LinearAttentionLayer):
-    """States alone, kept in a type of the cache's."""
+    """States alone."""
 
     def __init__(self, options: StoreOptions, number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
         self.keep_states_as(options.state_dtype)
 
     def reset(self) -> None:
-        """Forget the states."""
-        super().reset()
-        self.zero_states()
+        """Forget the states; the next may be of another batch."""
+        states.drop(self)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row i be a copy of what row ``beam_idx[i]`` is."""
+        self._take(lambda rows: rows.index_select(0, beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let each row be there `repeats` times, copies next to each other."""
+        self._take(lambda rows: rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows at `indices`, or where a bool mask says so."""
+        self._take(lambda rows: rows[indices])
+
+    def _take(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if batch := states.batch_of(self):
+            states.take(self, choose(torch.arange(batch)))
 
 
 class _WithState(KeepsStates, KvedgeLayer):
     """What both kinds do twice, for the tokens and for the state."""
 
-    def lazy_initialization(self, *states: torch.Tensor, **of_state: Any) -> None:
+    def lazy_initialization(self, *tensors: torch.Tensor, **of_state: Any) -> None:
         """Make room for keys and values, given two tensors; or for the state, given by name."""
         if of_state:
             LinearAttentionLayer.lazy_initialization(self, **of_state)
         else:
-            super().lazy_initialization(*states)
+            super().lazy_initialization(*tensors)
 
     def reset(self) -> None:
         """Drop tokens and state."""
-        LinearAttentionLayer.reset(self)
-        self.zero_states()
+        states.drop(self)
         super().reset()
 
     def crop(self, length: int) -> None:
@@ -61,10 +77,9 @@ class _WithState(KeepsStates, KvedgeLayer):
         LinearAttentionLayer.crop(self, length)  # first: it may refuse
         super().crop(length)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Rearrange tokens and state."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        super().reorder_cache(beam_idx)
+    def _take(self, indices: torch.Tensor) -> None:
+        super()._take(indices)
+        states.take(self, indices)
 
 
 class KvedgeHybridLayer(_WithState, LinearAttentionAndFullAttentionLayer):

@@ -164,9 +164,3 @@ class KeepsStates:
                 of_layer.lazy_initialization(recurrent_states=kept, state_idx=state_idx)
             state = base.update_recurrent_state(recurrent_states, state_idx, **options)
         return state
-
-    def zero_states(self) -> None:
-        """Set states to zero that are held in another form than as tensors."""
-        if self.state_dtype == "int8":
-            for index, kept in [*self.recurrent_states.items()]:
-                self.recurrent_states[index] = kept and Int8State(*map(torch.zeros_like, kept))

@@ -465,7 +465,8 @@ class KvedgeLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i be a copy of what row ``beam_idx[i]`` is."""
-        self._take(beam_idx)
+        if self.get_seq_length():
+            self._take(torch.arange(len(self.rows)).index_select(0, beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let each row be there `repeats` times, copies next to each other."""
@@ -474,12 +475,11 @@ class KvedgeLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows at `indices`, or where a bool mask says so."""
-        self._take(torch.arange(len(self.rows))[indices])
+        if self.get_seq_length():
+            self._take(torch.arange(len(self.rows))[indices])
 
     def _take(self, indices: torch.Tensor) -> None:
         """Have the rows at `indices`, in that order; what is asked for twice is copied."""
-        if not self.get_seq_length():
-            return
         self.version += 1
         taken: set[int] = set()
         chosen = []
@@ -626,8 +626,8 @@ class KvedgeSlidingLayer(KvedgeLayer):
             self._restrict()
 
     def _restrict(self) -> None:
-        """Keep the tokens that the next query may read, no others."""
-        extra = self.num_held - (self.sliding_window - 1)
+        """Keep the tokens that the next query may read, and one: the last may be read anew."""
+        extra = self.num_held - self.sliding_window
         if extra > 0:
             self.own_rows()
             self.version += 1

@@ -37,7 +37,7 @@ from kvedge.layer.keys import settle
 from kvedge.layer.layer import store_of
 from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
-from kvedge.transformers.checkpoints import go_back
+from kvedge.transformers.checkpoints import go_back, take
 from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
@@ -120,13 +120,20 @@ def _as_ids(token_ids: Any) -> torch.Tensor:
 
 
 def note_ids(cache: Any, token_ids: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the ids of the tokens held, of ids that may go on; and the layers' versions now."""
+    """Return the ids of the tokens held, of ids that may have one more; and layers' versions now."""
     ids, length, held = _as_ids(token_ids), length_of(cache), _rows_layers(cache)
     batch = len(held[0][1].rows) if held else ids.shape[0]
-    if ids.shape[0] != batch or ids.shape[1] < length:
+    counts = any(isinstance(layer, KvedgeLayer) for layer in cache.layers)  # states do not
+    most = length + 1 if counts else ids.shape[1]  # the last token written was not read yet
+    if ids.shape[0] != batch or not length <= ids.shape[1] <= most:
+        gone = ""
+        if ids.shape[1] > most:
+            gone = " (whoever computed the others used another cache, or reset this one)"
         raise ShapeMismatchError(
             f"the KvedgeCache holds {length} tokens of {batch} sequences: token_ids must be "
-            f"({batch}, {length} or more), not {tuple(ids.shape)}"
+            f"({batch}, {length} or {length + 1}), not {tuple(ids.shape)}{gone}",
+            expected=(batch, length),
+            got=tuple(ids.shape),
         )
     return ids[:, :length].clone(), _versions(cache)
 
@@ -173,7 +180,7 @@ def keep_prefix(cache: Any, token_ids: Any) -> int:
             cache.crop(kept - length)
         else:
             kept = go_back_to_checkpoint(cache, kept, length)
-        cache.token_ids = held
+        cache.token_ids = held[:, :kept]
     return kept
 
 
@@ -202,7 +209,14 @@ def why_not_back(cache: Any, kept: int, length: int) -> str | None:
 
 def go_back_to_checkpoint(cache: Any, kept: int, length: int, *, exactly: bool = False) -> int:
     """Go back to the last checkpoint at no more tokens, or at so many exactly; returns them."""
-    one = cache._checkpoints.latest(kept)
+    one, after = cache._checkpoints.latest(kept), cache._checkpoints.latest(kept + 1)
+    if after is not None and after.length == kept + 1 and after.can_lose_its_last(cache.layers):
+        go_back(cache.layers, after)  # at a prompt's end: its last token is computed again
+        for layer in cache.layers:
+            layer.crop(-1)
+        cache._checkpoints.drop_after(kept)
+        cache._checkpoints.add(take(cache.layers, kept))
+        return kept
     if one is None or (exactly and one.length != kept):
         there = ", ".join(map(str, cache.checkpoints)) or "none"
         raise InvalidArgumentError(

@@ -220,8 +220,6 @@ class KvedgeShardedLayer(KvedgeLayer):
         self._length = length
 
     def _take(self, indices: torch.Tensor) -> None:
-        if not self._length:
-            return
         firsts = self._first
         super()._take(indices)
         self._first = [

@@ -16,12 +16,15 @@ from kvedge.transformers.kept_states import Int8State, Int8States
 __all__ = [
     "SharedStates",
     "StateMark",
+    "batch_of",
     "can_have_states",
+    "drop",
     "has_state",
     "kept",
     "mark_of",
     "put",
     "share",
+    "take",
 ]
 
 _STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
@@ -96,6 +99,36 @@ def mark_of(layer: Any) -> StateMark:
         if layer.is_recurrent_states_initialized[i]:
             recurrent[i] = kept(layer, i).clone()
     return StateMark(conv, recurrent, dict(layer.has_previous_state))
+
+
+def batch_of(layer: Any) -> int:
+    """Rows of the batch whose states a layer has; 0: it has none yet."""
+    for states in (layer.conv_states, layer.recurrent_states):
+        for index in states:
+            held = _held(states, index)
+            if held is not None:
+                tensor = held.codes if isinstance(held, Int8State) else held
+                return int(tensor.shape[0])
+    return 0
+
+
+def take(layer: Any, rows: torch.Tensor) -> None:
+    """Let a layer have the states of some rows of the batch, in that order."""
+    for states in (layer.conv_states, layer.recurrent_states):
+        for index in states:
+            held = _held(states, index)
+            if isinstance(held, Int8State):
+                states[index] = Int8State(held.codes[rows], held.scales[rows])
+            elif held is not None:
+                states[index] = held[rows]
+
+
+def drop(layer: Any) -> None:
+    """Let a layer have no states; the next may be of another batch."""
+    for i in range(layer.number_of_states):
+        layer.conv_states[i] = layer.recurrent_states[i] = None
+        layer.is_conv_states_initialized[i] = layer.is_recurrent_states_initialized[i] = False
+        layer.has_previous_state[i] = False
 
 
 def kept(layer: Any, index: int) -> torch.Tensor | Int8State:

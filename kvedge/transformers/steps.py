@@ -3,7 +3,8 @@
 They take and give what transformers' functions of these names do (torch tensors on the CPU), and
 compute in float32. The recurrent state that comes in is changed in place where it can be: it is the
 cache's own, to which the cache would copy the new one next. What a function here does not serve it
-refuses with :class:`Unserved`, having changed nothing, and torch's own function is called.
+refuses with :class:`Unserved`, having changed nothing, and torch's own function is called. Whether
+arrays fit together is for the backend to say (native_states.pxi), which raises ShapeMismatchError.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.functional import silu, softplus
 
 from kvedge import backend
 from kvedge.core.registry import active
+from kvedge.errors import ShapeMismatchError
 from kvedge.states.conv import MAX_WIDTH
 from kvedge.states.recurrent import MAX_STATE_DIM
 
@@ -32,16 +34,20 @@ class Unserved(Exception):
     """Why a call is torch's."""
 
 
-def _check(*tensors: Tensor | None, packed: dict[str, Any] | None = None) -> None:
-    """Raise Unserved unless these tensors can be read and written here."""
+def _check(
+    axes: Sequence[int], *tensors: Tensor | None, packed: dict[str, Any] | None = None
+) -> None:
+    """Raise Unserved unless these tensors of so many axes can be read and written here."""
     grad = torch.is_grad_enabled()
-    for tensor in tensors:
+    for tensor, ndim in zip(tensors, axes, strict=True):
         if tensor is None:
             continue
         if type(tensor) not in _PLAIN:
             raise Unserved(f"a tensor is a {type(tensor).__name__}")
         if not tensor.is_cpu:
             raise Unserved(f"the model is on {tensor.device}")
+        if tensor.ndim != ndim:
+            raise Unserved(f"a tensor of shape {tuple(tensor.shape)}, not of {ndim} axes")
         if tensor.dtype not in _FLOATS:
             raise Unserved(f"tensors are {tensor.dtype}")
         if grad and tensor.requires_grad:
@@ -80,15 +86,17 @@ class _Out:
         return self.tensor.to(self._dtype)
 
 
-def _vector(tensor: Tensor) -> np.ndarray:
-    """One number for each head or channel as C-contiguous float32."""
-    array: np.ndarray = tensor.detach().float().contiguous().numpy()
-    return array
+def _vector(tensor: Tensor) -> Any:
+    """Numbers of each head or channel as C-contiguous float32."""
+    tensor = tensor.detach().float().contiguous()
+    return tensor if backend == "native" else tensor.numpy()
 
 
-def _memory(state: Tensor) -> np.ndarray:
-    """The memory of a state that is `_in_place`, bfloat16 as its bits."""
+def _memory(state: Tensor) -> Any:
+    """The memory of a state that is `_in_place`, for NumPy bfloat16 as its bits."""
     state = state.detach()
+    if backend == "native":
+        return state
     if state.dtype is torch.bfloat16:
         bits: np.ndarray = state.view(torch.int16).numpy().view(np.uint16)
         return bits
@@ -102,7 +110,7 @@ def _in_place(state: Tensor) -> bool:
 
 
 def _of_heads(shared: int, heads: int, *sizes: int) -> None:
-    if heads % shared or max(sizes) > MAX_STATE_DIM:
+    if not shared or heads % shared or not 0 < min(sizes) <= max(sizes) <= MAX_STATE_DIM:
         raise Unserved(f"{heads} heads of {sizes}, {shared} groups, are not served")
 
 
@@ -110,14 +118,13 @@ def _of_heads(shared: int, heads: int, *sizes: int) -> None:
 
 
 def _convolve(
-    x: Tensor, state: np.ndarray, weight: Tensor, bias: Tensor | None, silu: bool, threads: int
+    x: Tensor, state: Any, weight: Tensor, bias: Tensor | None, silu: bool, threads: int
 ) -> Tensor:
     """Results (batch, channels, tokens) of inputs of that shape; the state goes on."""
     x = x.transpose(1, 2)
     out = _Out(x.shape, x.dtype)
     added = None if bias is None else _vector(bias)
-    if x.numel():
-        active("conv_extend")(state, _rows(x), _vector(weight), added, silu, out.rows(), threads)
+    active("conv_extend")(state, _rows(x), _vector(weight), added, silu, out.rows(), threads)
     done = out.finish().transpose(1, 2)
     if x.shape[1] > 1 or silu:
         return done
@@ -146,7 +153,7 @@ def _conv_update(
     activation: str | None = None,
 ) -> Tensor:
     """``causal_conv1d_update``: the state is changed in place."""
-    _check(hidden_states, conv_state, weight, bias)
+    _check((3, 3, 2, 1), hidden_states, conv_state, weight, bias)
     silu = _activation(activation, weight, conv_state.shape[-1])
     if _in_place(conv_state):
         return _convolve(hidden_states, _memory(conv_state), weight, bias, silu, threads)
@@ -165,7 +172,7 @@ def _conv_fn(
     **kwargs: Any,
 ) -> Tensor:
     """``causal_conv1d_fn``: zeros come before the first token."""
-    _check(hidden_states, weight, bias, packed=kwargs)
+    _check((3, 2, 1), hidden_states, weight, bias, packed=kwargs)
     width = weight.shape[-1]
     silu = _activation(activation, weight, width - 1)
     state = np.zeros((*hidden_states.shape[:2], width - 1), np.float32)
@@ -188,18 +195,18 @@ def _delta(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rules, token by token: a gate for each head, or (KDA) for each channel too."""
-    _check(query, key, value, g, beta, initial_state, packed=kwargs)
+    axes = (4, 4, 4, 4 if g.ndim == 4 else 3, 3, 4)
+    _check(axes, query, key, value, g, beta, initial_state, packed=kwargs)
     batch, tokens, shared, key_dim = key.shape
     heads, value_dim = value.shape[-2:]
     _of_heads(shared, heads, key_dim, value_dim)
     state = _continued(initial_state, (batch, heads, key_dim, value_dim), output_final_state)
     gate = g.unsqueeze(-1) if g.ndim == 3 else g
     out = _Out((batch, tokens, heads, value_dim), query.dtype)
-    if tokens:
-        active("delta_extend")(
-            _memory(state), _rows(query), _rows(key), _rows(value), _rows(gate), _rows(beta),
-            out.rows(), key_dim**-0.5, use_qk_l2norm_in_kernel, threads,
-        )  # fmt: skip
+    active("delta_extend")(
+        _memory(state), _rows(query), _rows(key), _rows(value), _rows(gate), _rows(beta),
+        out.rows(), key_dim**-0.5, use_qk_l2norm_in_kernel, threads,
+    )  # fmt: skip
     return out.finish(), state if output_final_state else None
 
 
@@ -221,8 +228,6 @@ def _continued(state: Tensor | None, shape: tuple[int, ...], keeps: bool) -> Ten
     """The state to go on with: the one that came, unless nobody asks for it afterwards."""
     if state is None:
         return torch.zeros(shape)
-    if state.shape != shape:
-        raise Unserved(f"a state of shape {tuple(state.shape)} where {shape} is expected")
     if keeps and _in_place(state):
         return state
     return state.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -246,12 +251,19 @@ def _mamba_update(
     **kwargs: Any,
 ) -> Tensor:
     """``mamba2_selective_state_update``: one token; the state is changed in place."""
-    _check(state, hidden_states, dt, A, B, C, D, dt_bias, z, packed=kwargs)
+    axes = (4, 3, 3, 3, 3, 3, 2, 2, 3)
+    _check(axes, state, hidden_states, dt, A, B, C, D, dt_bias, z, packed=kwargs)
     per_head = (dt, A, D, dt_bias)  # repeated for the channels of a head, by strides of 0
     if any(t is not None and t.shape[-1] > 1 and t.stride(-1) != 0 for t in per_head):
         raise Unserved("dt, A or D differ between the channels of a head (Mamba-1)")
-    if A.ndim == 3 and A.shape[1] > 1 and A.stride(1) != 0:
+    if A.shape[1] > 1 and A.stride(1) != 0:
         raise Unserved("A differs between the channels of a head (Mamba-1)")
+    if z is not None and z.shape != hidden_states.shape:
+        raise ShapeMismatchError(
+            f"z must have shape {tuple(hidden_states.shape)}, not {tuple(z.shape)}",
+            expected=tuple(hidden_states.shape),
+            got=tuple(z.shape),
+        )
     heads, head_dim = hidden_states.shape[-2:]
     _of_heads(B.shape[-2], heads, head_dim, B.shape[-1])
     times = _times(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
@@ -286,7 +298,8 @@ def _mamba_scan(
     **kwargs: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``mamba2_chunk_scan``: a prompt; results are float32 whatever the model is."""
-    _check(hidden_states, dt, A, B, C, D, dt_bias, initial_states, packed=kwargs)
+    axes = (4, 3, 1, 4, 4, 1, 1, 4)
+    _check(axes, hidden_states, dt, A, B, C, D, dt_bias, initial_states, packed=kwargs)
     if kwargs.get("z") is not None:
         raise Unserved("a gate z within the scan")
     batch, tokens, heads, head_dim = hidden_states.shape
@@ -295,11 +308,10 @@ def _mamba_scan(
     times = _times(dt, dt_bias, dt_softplus, dt_limit)
     state = _continued(initial_states, (batch, heads, head_dim, size), return_final_states)
     out = _Out(hidden_states.shape, torch.float32)
-    if tokens:
-        active("mamba_extend")(
-            _memory(state), _rows(hidden_states), _rows(times), _vector(A), _rows(B), _rows(C),
-            None if D is None else _vector(D), out.rows(), threads,
-        )  # fmt: skip
+    active("mamba_extend")(
+        _memory(state), _rows(hidden_states), _rows(times), _vector(A), _rows(B), _rows(C),
+        None if D is None else _vector(D), out.rows(), threads,
+    )  # fmt: skip
     return (out.finish(), state) if return_final_states else out.finish()
 
 

@@ -22,7 +22,7 @@ def _known(*names: str) -> tuple[type, ...]:
     return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
 
 
-_KEPT = _known("LinearAttentionLayer", "DummyLayer")  # hold no keys
+_STATE, _DUMMY = _known("LinearAttentionLayer"), _known("DummyLayer")  # hold no keys
 _HYBRID = _known(
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"
 )
@@ -94,11 +94,11 @@ def _layer_for(layer: Any, index: int, options: StoreOptions, share: Any) -> Any
         return one(options, index)
     if kind is DynamicSlidingWindowLayer:
         return KvedgeSlidingLayer(options, index, layer.sliding_window)
-    if kind in _KEPT[:1] and options.state_dtype is not None:
+    if kind in _STATE:
         from kvedge.transformers.hybrid import KvedgeStateLayer
 
         return KvedgeStateLayer(options, layer.number_of_states)
-    if kind in _KEPT:
+    if kind in _DUMMY:
         return layer
     if kind in _HYBRID:
         from kvedge.transformers import hybrid  # transformers 4 lacks its bases

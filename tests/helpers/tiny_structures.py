@@ -50,7 +50,7 @@ _INKLING = {
     "head_dim": 16, "sliding_window_size": 8, "n_routed_experts": 4, "n_shared_experts": 1,
     **_EXPERTS,
 }  # fmt: skip
-_MIXED = ["LinearAttentionLayer", "KvedgeLayer"] * 2
+_MIXED = ["KvedgeStateLayer", "KvedgeLayer"] * 2
 
 # Name of the config without "Config": (options, whether attention runs fused, layers' classes).
 STRUCTURES = {
@@ -117,7 +117,7 @@ STRUCTURES = {
         {**_MAMBA, "n_mamba_heads": 8, "layer_types": ["mamba", "hybrid"] * 2, "mamba_dt_rank": 4,
          "use_mamba_kernels": False},
         True,
-        ["LinearAttentionLayer", "KvedgeHybridLayer"] * 2,
+        ["KvedgeStateLayer", "KvedgeHybridLayer"] * 2,
     ),
     "Zaya": ({"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, True, None),
     # None: transformers 4 has attention code of their own. Moshi sees all of a prompt.

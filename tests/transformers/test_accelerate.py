@@ -1,15 +1,25 @@
 """Layers with states on kvedge's kernels: the same text, one model alone changed, and undone."""
 
 import copy
+import importlib
 import pickle
 import warnings
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 from tiny_structures import structure_of
 
-from kvedge.errors import InvalidArgumentError, KvedgeError
+from kvedge.errors import (
+    InvalidArgumentError,
+    KvedgeError,
+    LayoutError,
+    NonFiniteInputError,
+    ShapeMismatchError,
+)
 from kvedge.transformers import accelerate, cache_argument, enable_drafts
+from kvedge.transformers.steps import STEPS, Unserved
 
 DynamicCache = transformers.DynamicCache
 pytestmark = pytest.mark.skipif(
@@ -420,3 +430,128 @@ def test_functions_that_a_layer_has_as_attributes_are_replaced_too():
         assert_close(got, wanted)
     second.restore()
     assert layer.recurrent_gated_delta_rule is plain and not forwards(layer)
+
+
+@pytest.mark.parametrize("make", [KvedgeCache, lambda config: DynamicCache(config=config)])
+@pytest.mark.parametrize("name", [*EACH, "Mamba2"])
+def test_another_batch_than_the_cache_s_is_refused_as_by_transformers(name, make):
+    model, _, _ = structure_of(name)
+    argument = "cache_params" if name == "Mamba2" else "past_key_values"
+    first, later = prompt(3, 9)["input_ids"], prompt(3, 3, seed=1)["input_ids"]
+
+    @torch.no_grad()
+    def filled():
+        cache = make(model.config)
+        model(first, use_cache=True, **{argument: cache})
+        return cache
+
+    def step(ids, cache):
+        with torch.no_grad():
+            return model(ids, use_cache=True, **{argument: cache}).logits
+
+    with accelerate(model) as acceleration:
+        cache, wanted = filled(), step(later[:, :1], filled())
+        for rows in (1, 2, 6):
+            for tokens in (1, 3):
+                other = prompt(rows, tokens, seed=2)["input_ids"]
+                with pytest.raises(RuntimeError, match=rf"size 3 .* size {rows} |\(3, .*\({rows}, "):
+                    step(other, cache)
+        assert torch.equal(step(later[:, :1], cache), wanted)
+    assert acceleration.replaced and not acceleration.fallbacks
+
+
+def arguments_of(name, batch, tokens, dtype):
+    """A function of transformers, tensors that fit together, and its other arguments."""
+    heads, shared, one, two = 4, 2, 16, 24
+
+    def normal(*shape):
+        return torch.randn(shape, dtype=dtype)
+
+    if name in ("causal_conv1d_update", "causal_conv1d_fn"):
+        tensors = {"hidden_states": normal(batch, one, tokens), "weight": normal(one, 4), "bias": normal(one)}
+        if name == "causal_conv1d_update":
+            tensors["conv_state"] = normal(batch, one, 4)
+        return "qwen3_5", tensors, {"activation": "silu"}
+    if name == "mamba2_selective_state_update":
+        tensors = {
+            "state": normal(batch, heads, one, two), "hidden_states": normal(batch, heads, one),
+            "dt": normal(batch, heads, 1).expand(-1, -1, one), "B": normal(batch, shared, two),
+            "A": -normal(heads, 1, 1).abs().expand(-1, one, two), "C": normal(batch, shared, two),
+            "D": normal(heads, 1).expand(-1, one), "dt_bias": normal(heads, 1).expand(-1, one),
+            "z": normal(batch, heads, one),
+        }  # fmt: skip
+        return "mamba2", tensors, {"dt_softplus": True}
+    if name == "mamba2_chunk_scan":
+        tensors = {
+            "hidden_states": normal(batch, tokens, heads, one), "dt": normal(batch, tokens, heads),
+            "A": -normal(heads).abs(), "B": normal(batch, tokens, shared, two), "D": normal(heads),
+            "C": normal(batch, tokens, shared, two), "dt_bias": normal(heads),
+            "initial_states": normal(batch, heads, one, two),
+        }  # fmt: skip
+        return "mamba2", tensors, {"chunk_size": 8, "dt_softplus": True, "return_final_states": True}
+    gate = (batch, tokens, heads, one) if "kimi" in name else (batch, tokens, heads)
+    tensors = {
+        "query": normal(batch, tokens, heads, one), "key": normal(batch, tokens, heads, one),
+        "value": normal(batch, tokens, heads, two), "g": -normal(*gate).abs(),
+        "beta": normal(batch, tokens, heads).sigmoid(), "initial_state": normal(batch, heads, one, two),
+    }  # fmt: skip
+    more = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    return "kimi_linear" if "kimi" in name else "qwen3_5", tensors, more
+
+
+CHANGES = {
+    "as it is": lambda t, axis: t,
+    "strides": lambda t, axis: t.movedim(axis, 0).clone().movedim(0, axis),
+    "one less": lambda t, axis: t.narrow(axis, 0, max(t.shape[axis] - 1, 0)),
+    "one more": lambda t, axis: torch.cat([t, t.narrow(axis, 0, min(t.shape[axis], 1))], axis),
+    "one": lambda t, axis: t.narrow(axis, 0, min(t.shape[axis], 1)),
+    "none": lambda t, axis: t.narrow(axis, 0, 0),
+    "no axis": lambda t, axis: t.select(axis, 0) if t.shape[axis] else t,
+    "an axis": lambda t, axis: t.unsqueeze(axis),
+    "turned": lambda t, axis: t.transpose(axis, 0),
+    "double": lambda t, axis: t.double(),
+    "half": lambda t, axis: t.half(),
+    "bfloat16": lambda t, axis: t.bfloat16(),
+    "integers": lambda t, axis: t.int(),
+    "elsewhere": lambda t, axis: t.to("meta"),
+    "a gradient": lambda t, axis: t.clone().requires_grad_(),
+    "sparse": lambda t, axis: t.to_sparse(),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in STEPS if name not in ("recurrent_gated_delta_rule", "chunk_gated_delta_rule")]
+)
+@given(data=st.data())
+def test_any_tensors_are_as_with_torch_s_function_or_change_nothing(name, data):
+    batch, tokens = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3) if "scan" not in name else st.integers(1, 9))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    module, tensors, more = arguments_of(name, batch, tokens, torch.float32)
+    changes = st.dictionaries(
+        st.sampled_from(sorted(tensors)), st.sampled_from(sorted(CHANGES)), max_size=2
+    )
+    for key, change in data.draw(changes).items():
+        axis = data.draw(st.integers(0, tensors[key].ndim - 1))
+        tensors[key] = CHANGES[change](tensors[key], axis)
+    before = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    own = {key: tensor.clone() for key, tensor in before.items()}
+    served = STEPS[name][0]
+    with torch.set_grad_enabled(data.draw(st.booleans())):
+        try:
+            got = served(1, **tensors, **more)
+        except (Unserved, ShapeMismatchError, LayoutError, InvalidArgumentError, NonFiniteInputError, RuntimeError):
+            for key, tensor in tensors.items():
+                assert tensor.is_meta or torch.equal(tensor.to_dense(), before[key].to_dense()), key
+            return
+    torchs = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    torchs = getattr(torchs, "forward", torchs)
+    if 0 in (batch, tokens):
+        return  # chunks of no tokens are an error of torch's own functions
+    try:
+        with torch.no_grad():
+            wanted = torchs(**own, **more)
+    except RuntimeError:  # mixed types in its convolution, no tokens
+        return
+    for one, other in zip(got, wanted, strict=True) if isinstance(got, tuple) else [(got, wanted)]:
+        if one.numel():  # of no tokens torch's convolution gives another shape
+            assert_close(one.float(), other.float(), 3e-2)

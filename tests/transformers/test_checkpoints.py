@@ -50,31 +50,62 @@ def test_a_prompt_that_parts_with_the_last_is_computed_from_a_checkpoint(name):
     cache = KvedgeCache(model.config, dtype="float32")
     first = model.generate(ids[:, :40], past_key_values=cache, max_new_tokens=6, do_sample=False)
     cache.token_ids = first
-    assert cache.checkpoints == [40]
+    end = 40 if name == "gemma2" else 39  # windows go back by a token, states do not
+    assert cache.checkpoints == [end]
     second = torch.cat([first, ids[:, 40:60]], 1)
     assert cache.keep_prefix(second) == 45
     second = model.generate(second, past_key_values=cache, max_new_tokens=6, do_sample=False)
-    assert cache.checkpoints == [40, 45, 66]
+    assert cache.checkpoints == [end, 45, end + 26]
     cache.token_ids = second
     asked = torch.cat([second[:, :50], other], 1)
     assert cache.keep_prefix(asked) == 45 == cache.get_seq_length()
     assert torch.equal(cache.token_ids, second[:, :45])
     got = model.generate(asked, past_key_values=cache, max_new_tokens=6, do_sample=False)
     anew = KvedgeCache(model.config, dtype="float32")
-    step(model, anew, asked[:, :40])
-    for t in range(40, 45):
+    step(model, anew, asked[:, :end])
+    for t in range(end, 45):
         step(model, anew, asked[:, t : t + 1])
     wanted = model.generate(asked, past_key_values=anew, max_new_tokens=6, do_sample=False)
     assert torch.equal(got, wanted)
     cache.token_ids = got
     with pytest.raises(
-        ValueError, match=r"cannot go back .* no checkpoint serves \(there are: 40, 45"
+        ValueError, match=rf"cannot go back .* no checkpoint serves \(there are: {end}, 45"
     ):
         cache.keep_prefix(asked[:, :30])
     assert torch.equal(cache.token_ids, got[:, : cache.get_seq_length()])
     with pytest.raises(ValueError, match="cannot go back"):
         cache.crop(43 - cache.get_seq_length())
     assert cache.keep_prefix(other) == 0 and cache.checkpoints == []
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 40])
+@pytest.mark.parametrize("name", [*NAMES, "mistral", "llama"])
+def test_the_same_prompt_is_answered_again_and_one_that_ends_otherwise(name, tokens):
+    model = model_of(name)
+    ids, options = prompt(2, tokens)["input_ids"], {"max_new_tokens": 20, "do_sample": False}
+    cache = KvedgeCache(model.config, dtype="float32")
+    cache.token_ids = wanted = model.generate(ids, past_key_values=cache, **options)
+    assert cache.keep_prefix(ids) == tokens - 1
+    for other in (ids, ids, torch.cat([ids[:, :-1], ids[:, -1:] + 1], 1), ids):
+        known = wanted if other is ids else model.generate(other, **options)
+        cache.token_ids = got = model.generate(other, past_key_values=cache, **options)
+        assert torch.equal(got, known)
+        assert cache.keep_prefix(ids) == cache.get_seq_length() == tokens - 1
+    assert model.generation_config.prefill_chunk_size is None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_windows_go_back_a_token_from_the_end_of_a_prompt_at_once(name):
+    model, ids, more = model_of(name), prompt(1, 40)["input_ids"], prompt(1, 30)["input_ids"]
+    cache = KvedgeCache(model.config, dtype="float32")
+    for _ in range(3):
+        logits = step(model, cache, ids[:, cache.get_seq_length() :])
+        for token in more.split(1, dim=1):
+            step(model, cache, token)
+        cache.token_ids = torch.cat([ids, more], 1)
+        assert cache.keep_prefix(ids) == 39
+        again = step(model, copy.deepcopy(cache), ids[:, 39:])
+        assert (again - logits).abs().max() <= 1e-4 * logits.abs().max()
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,6 +1,6 @@
 """Steps of states in NumPy: the recurrences of the papers, token by token, in float32.
 
-Whoever calls has checked shapes and types; numbers are checked here. Inputs are float32 and have
+Whoever calls has checked types; shapes and numbers are checked here. Inputs are float32 and have
 axes of batch and tokens; a state is float32 or bfloat16 (uint16), and changed in place. One in
 bfloat16 is rounded at the end.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from kvedge.core.checks import check_finite
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.half import decode_bfloat16, encode_bfloat16
-from kvedge.errors import InvalidArgumentError
+from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
 __all__ = ["conv_extend", "delta_extend", "mamba_extend"]
 
@@ -32,10 +32,23 @@ def _in_float32(state: np.ndarray) -> Iterator[np.ndarray]:
             state[...] = encode_bfloat16(held)
 
 
-def _check(*inputs: np.ndarray | None) -> None:
-    for array in inputs:
-        if array is not None:
-            check_finite(array, "an input")
+def _check(**inputs: tuple[np.ndarray | None, tuple[int, ...]]) -> None:
+    """ShapeMismatchError or NonFiniteInputError unless arrays have their shapes and are finite."""
+    for name, (array, shape) in inputs.items():
+        if array is not None and array.shape != shape:
+            raise ShapeMismatchError(
+                f"{name} must have shape {shape}, not {array.shape}",
+                expected=shape,
+                got=array.shape,
+            )
+    for name, (array, _) in inputs.items():
+        if array is not None and name != "out":
+            check_finite(array, name)
+
+
+def _axis(array: np.ndarray, axis: int) -> int:
+    """The size of an axis; -1 if there is none, which no other array has."""
+    return array.shape[axis] if axis < array.ndim else -1
 
 
 @in_default_mode
@@ -68,12 +81,25 @@ def delta_extend(
     threads : int
         Not used here.
     """
-    _check(query, key, value, gate, beta)
+    batch, heads, key_dim, value_dim = state.shape
+    tokens, by_channel = _axis(query, 1), _axis(gate, 3) != 1
+    of_key = (batch, tokens, _axis(query, 2), key_dim)
+    of_value = (batch, tokens, heads, value_dim)
+    _check(
+        query=(query, of_key),
+        key=(key, of_key),
+        value=(value, of_value),
+        gate=(gate, (batch, tokens, heads, key_dim if by_channel else 1)),
+        beta=(beta, of_value[:3]),
+        out=(out, of_value),
+    )
+    if not gate.size:
+        return
     if gate.max() > 0:
         raise InvalidArgumentError("a gate is above 0")
     group = state.shape[1] // query.shape[2]
     with _in_float32(state) as held:
-        for t in range(query.shape[1]):
+        for t in range(tokens):
             q, k = query[:, t], key[:, t]
             if normalize:
                 q, k = _normalized(q), _normalized(k)
@@ -119,12 +145,25 @@ def mamba_extend(
     threads : int
         Not used here.
     """
-    _check(x, dt, A, B, C, D)
+    batch, heads, head_dim, size = state.shape
+    tokens = _axis(x, 1)
+    of_x, of_group = (batch, tokens, heads, head_dim), (batch, tokens, _axis(B, 2), size)
+    _check(
+        x=(x, of_x),
+        dt=(dt, of_x[:3]),
+        A=(A, (heads,)),
+        B=(B, of_group),
+        C=(C, of_group),
+        D=(D, (heads,)),
+        out=(out, of_x),
+    )
+    if not x.size:
+        return
     if dt.min() < 0 or A.max() > 0:
         raise InvalidArgumentError("a dt is below 0, or an A above")
     group = state.shape[1] // B.shape[2]
     with _in_float32(state) as held:
-        for t in range(x.shape[1]):
+        for t in range(tokens):
             b, c = np.repeat(B[:, t], group, axis=1), np.repeat(C[:, t], group, axis=1)
             held *= np.exp(dt[:, t] * A)[..., np.newaxis, np.newaxis]
             held += (dt[:, t, :, np.newaxis] * x[:, t])[..., np.newaxis] * b[..., np.newaxis, :]
@@ -156,8 +195,16 @@ def conv_extend(
     threads : int
         Not used here.
     """
-    _check(x, weight, bias)
-    tokens, width = x.shape[1], weight.shape[1]
+    tokens, width = _axis(x, 1), _axis(weight, 1)
+    of_x = (state.shape[0], tokens, state.shape[1])
+    _check(
+        x=(x, of_x),
+        weight=(weight, (of_x[2], width)),
+        bias=(bias, (of_x[2],)),
+        out=(out, of_x),
+    )
+    if not x.size:
+        return
     with _in_float32(state) as held:
         past = held.shape[2]
         inputs = np.concatenate([held.swapaxes(1, 2), x], axis=1)
