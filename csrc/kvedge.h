@@ -112,11 +112,22 @@ typedef struct {
  * side of the layer may be of rows. The capacity is a multiple of 32, and so is what append and
  * write are given, from such a position on, and the size of blocks of a pool; drop_first,
  * compact, keep and shift are refused. The last tokens, until a run is full, lie in a layer of
- * another format: kvedge_part. KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value,
+ * another format: kvedge_part. With recent or sinks (below) none of this is the caller's concern.
+ * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value,
  * as bits one after the other, and one scale per group: value = level * scale. Levels suit a
  * normal distribution: rotate rows by a random orthogonal matrix first, the query as the keys,
  * and the result back as values were. The paths
- * of x86 have kernels for them; elsewhere they are decoded block by block. */
+ * of x86 have kernels for them; elsewhere they are decoded block by block.
+ *
+ * With `recent` or `sinks` (or recent_format) a layer has three ranges: the first `sinks` tokens and the last ones lie in
+ * recent_format besides, and are read there; all others are read from the body, which is of `format`. A query row reads the
+ * `recent` tokens that end with it so, each row of a prompt its own, where recent_room allows; the getters those that end with
+ * the last token. Such a layer is appended to, attended to, cut and copied as any other, and takes tokens of any number in
+ * runs, too, a run being encoded from its tokens as recent_format has them once it is whole. 64 tokens more than are read are kept,
+ * so that going back by as many leaves no trace; further back, what is read stays as it is stored. An append waits, once
+ * in 64 tokens or recent_room, for calls that read; kvedge_layer_write and _filled, pools, sessions and the sliced calls of
+ * kvedge_attention are for other layers. Of the last 32 and first 4 tokens in float16, 8 bits lose a fifteenth
+ * (docs/formats.md). */
 typedef struct kvedge_layer kvedge_layer;
 
 typedef enum {
@@ -156,10 +167,10 @@ typedef struct {
                        * rotated back. A Hadamard matrix spreads what one channel has over the 2^k, the most that
                        * divide value_head_dim, so that all share what encoding loses. Values that are not finite once
                        * they are rotated are refused */
-  int recent, sinks;   /* last and first tokens that are read in recent_format, 0..65536 */
-  int recent_format;   /* KVEDGE_RECENT(a kvedge_format) of those: float32, float16 or bfloat16. 0: float16 where recent
+  int recent, sinks;  /* last and first tokens that are read in recent_format, 0..65536 */
+  int recent_format;  /* KVEDGE_RECENT(a kvedge_format) of those: float32, float16 or bfloat16. 0: float16 where recent
                         * or sinks are given, else there are none. */
-  int recent_room;     /* tokens appended at once that all stay in recent_format until the next ones come, 1..2^30; of
+  int recent_room;    /* tokens appended at once that all stay in recent_format until the next ones come, 1..2^30; of
                         * more the last ones do. 0: 64 */
 } kvedge_layer_config;
 #define KVEDGE_VALUES(format) (1 + (int)(format))
@@ -257,8 +268,8 @@ kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t
 /* Where the tokens of a layer with recent or sinks lie; rows count from the start of the arrays of codes, whose row 0 is the
  * first of a run. All tokens are there as rows, or as whole runs of 32; first and last ones lie apart as well. */
 typedef struct {
-  int64_t start, stop;          /* its tokens are rows start..stop-1 */
-  int64_t last_from;            /* those from this row on also lie in row mod kvedge_layer_last_rows of the last tokens. Runs end
+  int64_t start, stop; /* its tokens are rows start..stop-1 */
+  int64_t last_from;   /* those from this row on also lie in row mod kvedge_layer_last_rows of the last tokens. Runs end
                                  * with the last whole one, or where last tokens do not reach back to it, with the tokens */
   int64_t first_row, num_first; /* so many from this row on also lie in row 0 and on of the first tokens */
   int64_t first_stop;           /* tokens that are appended below this row become first tokens: sinks */

@@ -58,12 +58,28 @@ cdef extern from "kvedge.h" nogil:
         int value_head_dim
         int value_format
         int value_rotation
+        int recent
+        int sinks
+        int recent_format
+        int recent_room
 
     ctypedef struct kvedge_slabs:
         void *key_codes
         void *value_codes
         void *key_scales
         void *value_scales
+        void *first_keys
+        void *first_values
+        void *last_keys
+        void *last_values
+
+    ctypedef struct kvedge_ranges:
+        int64_t start
+        int64_t stop
+        int64_t last_from
+        int64_t first_row
+        int64_t num_first
+        int64_t first_stop
 
     ctypedef struct kvedge_allocator:
         void *(*allocate)(void *context, size_t bytes)
@@ -210,6 +226,10 @@ cdef extern from "kvedge.h" nogil:
         kvedge_layer *layer, int64_t start, int64_t stop, const kvedge_rotation *rotation)
     void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config)
     void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs)
+    int64_t kvedge_layer_last_rows(const kvedge_layer_config *config)
+    void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges)
+    kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *ranges)
+    kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *source, int64_t row)
     kvedge_status kvedge_layer_get_rows(
         const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out)
 

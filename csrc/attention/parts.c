@@ -99,8 +99,8 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
 }
 
 /* The requests for one part, 0 or 1. */
-static int put_request(const kvedge_attention_call *call, const kvedge_part *part, int num_heads, int64_t len, int is_first,
-                       kvedge_call_room *room, kvedge_status *status) {
+static int put_request(const kvedge_attention_call *call, const kvedge_part *part, int num_heads, int64_t len,
+                       int is_first, kvedge_call_room *room, kvedge_status *status) {
   if (!request_of_part(call, part, num_heads, len, room->segments, room->options, room->requests)) return 0;
   if (room->requests->view.len + room->options->start != part->num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
   if (!is_first) room->options->sink_logits = NULL; /* they count once */

@@ -25,7 +25,7 @@ static kvedge_status check_part(const kvedge_session *session, const targets *to
   kvedge_layer_config config;
   int64_t start;
   if (!layer || !held.config.capacity) return layer || held.config.capacity ? KVEDGE_ERROR_ARGUMENT : KVEDGE_OK;
-  if (kvedge_layer_range(layer, &start) > 0) return KVEDGE_ERROR_ARGUMENT;
+  if (layer->last || kvedge_layer_range(layer, &start) > 0) return KVEDGE_ERROR_ARGUMENT;
   for (int i = 0; i < index * NUM_PARTS + part; i++)
     if (layer_of(to, i / NUM_PARTS, i % NUM_PARTS) == layer) return KVEDGE_ERROR_ARGUMENT;
   kvedge_layer_get_config(layer, &config);

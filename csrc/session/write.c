@@ -42,7 +42,7 @@ static int can_be_written(const kvedge_contents *contents) {
   if (session->num_layers > 0 && !contents->layers) return 0;
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_parts *parts = contents->parts ? &contents->parts[i] : NULL;
-    if (!contents->layers[i]) return 0;
+    if (!contents->layers[i] || contents->layers[i]->last) return 0; /* files of ranges are written as parts */
     if (parts && (!parts->first != !parts->last || (parts->runs && !parts->last))) return 0;
   }
   if (kvedge_contents_fault(contents) || kvedge_states_fault(session)) return 0;

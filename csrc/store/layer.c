@@ -174,10 +174,10 @@ static void open_ranges(kvedge_layer *layer, const kvedge_slabs *slabs) {
   layer->first = (kvedge_layer *)((char *)layer + own_header_bytes(&layer->config));
   layer->last = (kvedge_layer *)((char *)layer->first + kvedge_align(sizeof(kvedge_layer)));
   kvedge_layer_config first, last;
-  const kvedge_layer_config of_first = kvedge_first_config(&layer->config), of_last = kvedge_last_config(&layer->config);
+  const kvedge_layer_config of_first = kvedge_first_config(&layer->config),
+                            of_last = kvedge_last_config(&layer->config);
   complete_config(&of_first, &first), complete_config(&of_last, &last);
-  open_layer(layer->first, &first,
-             &(kvedge_slabs){.key_codes = slabs->first_keys, .value_codes = slabs->first_values});
+  open_layer(layer->first, &first, &(kvedge_slabs){.key_codes = slabs->first_keys, .value_codes = slabs->first_values});
   open_layer(layer->last, &last, &(kvedge_slabs){.key_codes = slabs->last_keys, .value_codes = slabs->last_values});
   atomic_init(&layer->first->stop, first.capacity); /* all their rows are there: the layer tells which are tokens */
   atomic_init(&layer->last->stop, last.capacity);

@@ -48,7 +48,9 @@ kvedge_layer_config kvedge_last_config(const kvedge_layer_config *config) {
   return plain_config(config, kvedge_ring_rows(config));
 }
 
-static int64_t ring_of(const kvedge_layer *layer) { return kvedge_kept_rows(&layer->config) ? layer->last->config.capacity : 0; }
+static int64_t ring_of(const kvedge_layer *layer) {
+  return kvedge_kept_rows(&layer->config) ? layer->last->config.capacity : 0;
+}
 
 /* The row after the last run, of a layer whose tokens end before row `stop`: the last tokens hold all behind it. Where they do
  * not reach back to it, the layer was cut inside a run, and this ends there. */
@@ -98,9 +100,7 @@ kvedge_ranges kvedge_take_ranges(const kvedge_layer *of) {
   }
 }
 
-void kvedge_release_ranges(const kvedge_layer *layer) {
-  atomic_fetch_sub(&((kvedge_layer *)layer)->num_readers, 1);
-}
+void kvedge_release_ranges(const kvedge_layer *layer) { atomic_fetch_sub(&((kvedge_layer *)layer)->num_readers, 1); }
 
 /* Some rows of last tokens; its blocks are the ring, twice. */
 static kvedge_part part_of_ring(const kvedge_layer *last, int64_t row, int64_t num_tokens) {
@@ -127,8 +127,7 @@ int kvedge_parts_of_ranges(const kvedge_layer *layer, const kvedge_ranges *r, in
   if (sinks > row)
     parts[n++] = (kvedge_part){.layer = layer->first, .first_row = row - r->first_row, .num_tokens = sinks - row};
   if (tail > sinks)
-    parts[n++] =
-        (kvedge_part){.layer = layer, .first_row = sinks, .num_tokens = tail - sinks, .position = sinks - row};
+    parts[n++] = (kvedge_part){.layer = layer, .first_row = sinks, .num_tokens = tail - sinks, .position = sinks - row};
   if (stop > tail) {
     parts[n] = part_of_ring(layer->last, tail, stop - tail);
     parts[n++].position = tail - row;
@@ -316,7 +315,8 @@ void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const k
 
   /* First tokens. */
   const int64_t first_row = atomic_load_explicit(&layer->first_row, memory_order_relaxed);
-  int64_t num_first = smaller(atomic_load_explicit(&layer->num_first, memory_order_relaxed), larger(0, stop - first_row));
+  int64_t num_first =
+      smaller(atomic_load_explicit(&layer->num_first, memory_order_relaxed), larger(0, stop - first_row));
   const int64_t more = smaller(num_tokens, layer->first_stop - stop);
   if (more > 0 && first_row + num_first == stop) {
     kvedge_rows_store(&layer->first->keys, keys, more, num_first);
@@ -461,7 +461,8 @@ kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, 
 
 void kvedge_ranges_compact(kvedge_layer *layer) {
   kvedge_ranges r = all_written(layer);
-  const int64_t ring = larger(ring_of(layer), KVEDGE_RUN), by = r.start / ring * ring; /* rows stay where they are in the ring */
+  const int64_t ring = larger(ring_of(layer), KVEDGE_RUN),
+                by = r.start / ring * ring; /* rows stay where they are in the ring */
   if (by == 0) return;
   kvedge_quiesce();
   kvedge_copy_tokens(layer, by, layer, 0, layer->written - by);

@@ -12,6 +12,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.float cimport FLT_MAX
 from libc.math cimport NAN
 from libc.stdint cimport uintptr_t
+from libc.string cimport memset
 
 import numpy as np
 
@@ -186,6 +187,8 @@ cdef _Handle _attach(config, slabs, key_map):
     cdef kvedge_layer_config c_config
     cdef kvedge_slabs c_slabs
     cdef size_t size
+    memset(&c_config, 0, sizeof(c_config))
+    memset(&c_slabs, 0, sizeof(c_slabs))
     cdef int format_code = config.key_format.c_code
     cdef int scale_code = config.scale_type.c_code
     cdef int value_code = config.value_format.c_code

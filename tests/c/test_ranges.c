@@ -10,12 +10,12 @@ static float keys[TOKENS * KEY], values[TOKENS * VALUE];
 
 static kvedge_layer_config random_config(void) {
   static const int formats[][2] = {
-      {KVEDGE_INT8,    0                            },
-      {KVEDGE_INT4,    0                            },
-      {KVEDGE_FLOAT32, 0                            },
-      {KVEDGE_KIVI4,   0                            },
-      {KVEDGE_KIVI8,   KVEDGE_VALUES(KVEDGE_INT8)   },
-      {KVEDGE_INT8,    KVEDGE_VALUES(KVEDGE_KIVI2)  },
+      {KVEDGE_INT8,    0                             },
+      {KVEDGE_INT4,    0                             },
+      {KVEDGE_FLOAT32, 0                             },
+      {KVEDGE_KIVI4,   0                             },
+      {KVEDGE_KIVI8,   KVEDGE_VALUES(KVEDGE_INT8)    },
+      {KVEDGE_INT8,    KVEDGE_VALUES(KVEDGE_KIVI2)   },
       {KVEDGE_FLOAT16, KVEDGE_VALUES(KVEDGE_FP8_E4M3)}
   };
   const int i = random_below(sizeof formats / sizeof *formats);
