@@ -1,6 +1,10 @@
 /* Layers of three ranges (recent, sinks): what is read of each token, that going back by up to 64 leaves no trace, that a copy
  * goes on as its original, attention over what is read; what is refused. */
 #include "check.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
 #include "kvedge.h"
 
 #define ONE_OF(...) (int[]){__VA_ARGS__}[random_below(sizeof((int[]){__VA_ARGS__}) / sizeof(int))]
@@ -314,6 +318,63 @@ static void test_kept_and_shifted(void) {
   end();
 }
 
+/* ---- Readers beside a writer: keys are zeros, so attention gives the mean of values, which are numbers of tokens --------- */
+
+enum { LONG = 3000, READERS = 3 };
+static kvedge_layer *shared;
+static atomic_int is_done;
+
+static float value_of(int64_t token) { return (float)(token * 37 % 101 + 27); }
+
+static void *read_beside(void *wrong) {
+  static const float query[KEY] = {0};
+  float out[VALUE], read[4 * VALUE];
+  kvedge_attention_options options;
+  kvedge_attention_defaults(&options);
+  while (!atomic_load(&is_done)) {
+    const int64_t n = kvedge_layer_len(shared);
+    if (n == 0) continue;
+    double mean = 0.0;
+    for (int64_t t = 0; t < n; t++) mean += value_of(t) / (double)n;
+    options.num_tokens = n;
+    if (kvedge_attend(shared, query, 1, HEADS, &options, 1, out, NULL) != KVEDGE_OK) *(int *)wrong += 1;
+    for (int d = 0; d < VALUE; d++) *(int *)wrong += !(fabs(out[d] - mean) < 2e-2 * mean);
+    const int64_t count = n < 4 ? n : 4;
+    if (kvedge_layer_get_values(shared, n - count, n, read) != KVEDGE_OK) *(int *)wrong += 1;
+    for (int64_t t = 0; t < count; t++)
+      *(int *)wrong += !(fabs(read[t * VALUE] - value_of(n - count + t)) < 0.02 * value_of(n - count + t));
+  }
+  return NULL;
+}
+
+static void test_readers_beside_a_writer(void) {
+  begin("readers beside a writer");
+  static float zeros[300 * KEY], rows[300 * VALUE];
+  for (int i = 0; i < 7; i++) {
+    kvedge_layer_config config = random_config();
+    config.capacity = LONG;
+    if (config.value_format == KVEDGE_VALUES(KVEDGE_KIVI2)) config.value_format = 0;
+    if (config.format == KVEDGE_KIVI4 || config.format == KVEDGE_INT4) config.format = KVEDGE_KIVI8;
+    config.value_rotation = 0;
+    shared = new_layer(&config);
+    pthread_t threads[READERS];
+    int wrong[READERS] = {0};
+    atomic_store(&is_done, 0);
+    for (int r = 0; r < READERS; r++) CHECK(pthread_create(&threads[r], NULL, read_beside, &wrong[r]) == 0);
+    const int64_t limit = getenv("KVEDGE_TEST_SHORT") ? 300 : LONG;
+    for (int64_t end = 0, n; end < limit; end += n) {
+      n = ONE_OF(1, 1, 1, 1, 2, 7, 33, 300);
+      if (n > limit - end) n = limit - end;
+      for (int64_t t = 0; t < n * VALUE; t++) rows[t] = value_of(end + t / VALUE);
+      if (kvedge_layer_append(shared, zeros, rows, n) != KVEDGE_OK) fail("append refused");
+    }
+    atomic_store(&is_done, 1);
+    for (int r = 0; r < READERS; r++) CHECK(pthread_join(threads[r], NULL) == 0 && wrong[r] == 0);
+    kvedge_layer_destroy(shared);
+  }
+  end();
+}
+
 int main(void) {
   for (int i = 0; i < TOKENS * KEY; i++) keys[i] = random_signed(3.0f);
   for (int i = 0; i < TOKENS * VALUE; i++) values[i] = random_signed(3.0f);
@@ -322,5 +383,6 @@ int main(void) {
   test_prompts();
   test_kept_and_shifted();
   test_refused();
+  test_readers_beside_a_writer();
   return report();
 }
