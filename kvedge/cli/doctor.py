@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         checks.append(_with_llama_cpp(isa["isa"], installed, broken))
     failed = [check for check in checks if check.ok is False]
     if options.json:
-        facts = info.collect(output, bandwidth=False)
+        facts = info.collect(output, bandwidth=False, broken=broken)
         print_json({**facts, "passed": not failed, "checks": [asdict(each) for each in checks]})
     else:
         title = f"kvedge {kvedge.__version__}, {isa['backend']} backend"

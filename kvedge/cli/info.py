@@ -84,8 +84,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
 _ESTIMATE = "a NumPy estimate: the machine may read faster"
 
 
-def collect(output: Output, *, bandwidth: bool) -> dict[str, Any]:
-    """Gather everything the command tells, as it is printed with ``--json``."""
+def collect(
+    output: Output, *, bandwidth: bool, broken: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Gather everything the command tells, as it is printed with ``--json``.
+
+    `broken` are packages that cannot be used, and why, where that has been tried already.
+    """
     here = system.machine()
     isa = kvedge.isa_info()
     measured = []
@@ -93,7 +98,7 @@ def collect(output: Output, *, bandwidth: bool) -> dict[str, Any]:
         with output.status("measuring memory read bandwidth"):
             measured = _measure(output, here.physical_cores or here.usable_cores)
     installed = list(filter(packages.is_installed, dict.fromkeys(sum(EXTRAS.values(), ()))))
-    broken = why_unusable(installed)
+    broken = why_unusable(installed) if broken is None else broken
     extras = {
         name: [each for each in modules if each not in installed or each in broken]
         for name, modules in EXTRAS.items()
