@@ -79,6 +79,9 @@ def accelerate(model: torch.nn.Module, *, num_threads: int | None = None) -> Acc
     InvalidArgumentError
         `model` is no module, or `num_threads` no number of threads; or transformers 4.
 
+        A call of the model with a batch of other rows than its cache has is refused with a
+        RuntimeError, as by torch's functions, and changes no state.
+
     Warns
     -----
     RuntimeWarning

@@ -350,19 +350,19 @@ class KvedgeCache(Cache):
         """
         if caller.f_code.co_name != "_prefill" or all(linear) or not self._needs_checkpoints:
             return
-        has_states = any(map(states.has_state, self.layers))
-        if not has_states or not self._checkpoints.most or self._records_past:
+        if caller.f_globals.get("__name__") != GenerationMixin.__module__ or self._records_past:
             return
-        given = caller.f_locals
-        config, ids, more = (given.get(one) for one in ("generation_config", "input_ids", "model_kwargs"))
-        if caller.f_globals.get("__name__") != GenerationMixin.__module__ or not more.keys() <= _OF_TEXT:
+        if not self._checkpoints.most or not any(map(states.has_state, self.layers)):
             return
+        config: Any = caller.f_locals["generation_config"]
+        ids: torch.Tensor = caller.f_locals["input_ids"]
+        more: dict[str, Any] = caller.f_locals["model_kwargs"]
         if config.num_beams > 1 or config.output_attentions or config.output_hidden_states:
             return
         mask, length = more.get("attention_mask"), self.get_seq_length()
         seen = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
         new = ids.shape[1] - (length if seen == ids.shape[1] else 0)  # or new ids alone are given
-        if config.prefill_chunk_size is None and new > 1:
+        if more.keys() <= _OF_TEXT and config.prefill_chunk_size is None and new > 1:
             config.prefill_chunk_size = new - 1
             self._checkpoints.wanted = length + new - 1
 

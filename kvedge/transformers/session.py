@@ -120,7 +120,7 @@ def _as_ids(token_ids: Any) -> torch.Tensor:
 
 
 def note_ids(cache: Any, token_ids: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the ids of the tokens held, of ids that may have one more; and layers' versions now."""
+    """Return the ids of the tokens held, of ids with one more or not; and layers' versions now."""
     ids, length, held = _as_ids(token_ids), length_of(cache), _rows_layers(cache)
     batch = len(held[0][1].rows) if held else ids.shape[0]
     counts = any(isinstance(layer, KvedgeLayer) for layer in cache.layers)  # states do not

@@ -302,7 +302,7 @@ def _mamba_scan(
     _check(axes, hidden_states, dt, A, B, C, D, dt_bias, initial_states, packed=kwargs)
     if kwargs.get("z") is not None:
         raise Unserved("a gate z within the scan")
-    batch, tokens, heads, head_dim = hidden_states.shape
+    batch, _, heads, head_dim = hidden_states.shape
     shared, size = B.shape[-2:]
     _of_heads(shared, heads, head_dim, size)
     times = _times(dt, dt_bias, dt_softplus, dt_limit)

@@ -27,7 +27,9 @@ ODD = ["shape", "shape", "dtype", "reordered", "apart", "reversed", "repeated", 
 @st.composite
 def shapes(draw, name):
     """Shapes of a call's arrays that fit together."""
-    batch, tokens, shared, each = (draw(st.integers(*most)) for most in ((0, 3), (0, 5), (1, 2), (1, 3)))
+    batch, tokens, shared, each = (
+        draw(st.integers(*most)) for most in ((0, 3), (0, 5), (1, 2), (1, 3))
+    )
     one, two = draw(st.sampled_from([1, 3, 8, 40])), draw(st.sampled_from([1, 2, 17, 64]))
     lead, heads = (batch, tokens), shared * each
     if name == "conv_extend":
@@ -86,7 +88,11 @@ class Memory:
             for i, size in enumerate(shape)
         ] if at.size else None  # fmt: skip
         begin = self.whole[MARGIN + start :]
-        self.array = np.lib.stride_tricks.as_strided(begin, shape, strides) if strides else np.empty(shape, dtype)
+        self.array = (
+            np.lib.stride_tricks.as_strided(begin, shape, strides)
+            if strides
+            else np.empty(shape, dtype)
+        )
         self.is_part = np.zeros(len(self.whole), bool)
         self.is_part[MARGIN + at.ravel()] = True
         if how == "read-only":
@@ -107,8 +113,14 @@ def test_arrays_fit_together_or_nothing_is_changed(name, data):
     memory = {}
     for key, shape in of.items():
         how, axis = odd.get(key, "dense"), draw(st.integers(0, 3)) if key in odd else 0
-        dtype = draw(st.sampled_from(["float16", "uint16", "float64", "int32"])) if how == "dtype" else "float32"
-        memory[key] = Memory(rng, other_shape(draw, shape) if how == "shape" else shape, dtype, how, axis)
+        dtype = (
+            draw(st.sampled_from(["float16", "uint16", "float64", "int32"]))
+            if how == "dtype"
+            else "float32"
+        )
+        memory[key] = Memory(
+            rng, other_shape(draw, shape) if how == "shape" else shape, dtype, how, axis
+        )
     for key in {"gate", "A"} & memory.keys():
         memory[key].whole[:] = -np.abs(memory[key].whole)
     for key in {"dt"} & memory.keys():

@@ -454,7 +454,9 @@ def test_another_batch_than_the_cache_s_is_refused_as_by_transformers(name, make
         for rows in (1, 2, 6):
             for tokens in (1, 3):
                 other = prompt(rows, tokens, seed=2)["input_ids"]
-                with pytest.raises(RuntimeError, match=rf"size 3 .* size {rows} |\(3, .*\({rows}, "):
+                with pytest.raises(
+                    RuntimeError, match=rf"size 3 .* size {rows} |\(3, .*\({rows}, "
+                ):
                     step(other, cache)
         assert torch.equal(step(later[:, :1], cache), wanted)
     assert acceleration.replaced and not acceleration.fallbacks
@@ -468,7 +470,11 @@ def arguments_of(name, batch, tokens, dtype):
         return torch.randn(shape, dtype=dtype)
 
     if name in ("causal_conv1d_update", "causal_conv1d_fn"):
-        tensors = {"hidden_states": normal(batch, one, tokens), "weight": normal(one, 4), "bias": normal(one)}
+        tensors = {
+            "hidden_states": normal(batch, one, tokens),
+            "weight": normal(one, 4),
+            "bias": normal(one),
+        }
         if name == "causal_conv1d_update":
             tensors["conv_state"] = normal(batch, one, 4)
         return "qwen3_5", tensors, {"activation": "silu"}
@@ -488,12 +494,17 @@ def arguments_of(name, batch, tokens, dtype):
             "C": normal(batch, tokens, shared, two), "dt_bias": normal(heads),
             "initial_states": normal(batch, heads, one, two),
         }  # fmt: skip
-        return "mamba2", tensors, {"chunk_size": 8, "dt_softplus": True, "return_final_states": True}
+        return (
+            "mamba2",
+            tensors,
+            {"chunk_size": 8, "dt_softplus": True, "return_final_states": True},
+        )
     gate = (batch, tokens, heads, one) if "kimi" in name else (batch, tokens, heads)
     tensors = {
         "query": normal(batch, tokens, heads, one), "key": normal(batch, tokens, heads, one),
         "value": normal(batch, tokens, heads, two), "g": -normal(*gate).abs(),
-        "beta": normal(batch, tokens, heads).sigmoid(), "initial_state": normal(batch, heads, one, two),
+        "beta": normal(batch, tokens, heads).sigmoid(),
+        "initial_state": normal(batch, heads, one, two),
     }  # fmt: skip
     more = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     return "kimi_linear" if "kimi" in name else "qwen3_5", tensors, more
@@ -520,11 +531,19 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in STEPS if name not in ("recurrent_gated_delta_rule", "chunk_gated_delta_rule")]
+    "name",
+    [
+        name
+        for name in STEPS
+        if name not in ("recurrent_gated_delta_rule", "chunk_gated_delta_rule")
+    ],
 )
 @given(data=st.data())
 def test_any_tensors_are_as_with_torch_s_function_or_change_nothing(name, data):
-    batch, tokens = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3) if "scan" not in name else st.integers(1, 9))
+    batch, tokens = (
+        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(0, 3) if "scan" not in name else st.integers(1, 9)),
+    )
     torch.manual_seed(data.draw(st.integers(0, 99)))
     module, tensors, more = arguments_of(name, batch, tokens, torch.float32)
     changes = st.dictionaries(
@@ -539,11 +558,20 @@ def test_any_tensors_are_as_with_torch_s_function_or_change_nothing(name, data):
     with torch.set_grad_enabled(data.draw(st.booleans())):
         try:
             got = served(1, **tensors, **more)
-        except (Unserved, ShapeMismatchError, LayoutError, InvalidArgumentError, NonFiniteInputError, RuntimeError):
+        except (
+            Unserved,
+            ShapeMismatchError,
+            LayoutError,
+            InvalidArgumentError,
+            NonFiniteInputError,
+            RuntimeError,
+        ):
             for key, tensor in tensors.items():
                 assert tensor.is_meta or torch.equal(tensor.to_dense(), before[key].to_dense()), key
             return
-    torchs = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+    torchs = getattr(
+        importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name
+    )
     torchs = getattr(torchs, "forward", torchs)
     if 0 in (batch, tokens):
         return  # chunks of no tokens are an error of torch's own functions

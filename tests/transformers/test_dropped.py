@@ -65,10 +65,14 @@ def generated(model, cache, ids, tokens):
 def test_a_cache_that_a_model_drops_is_said_once(model, length):
     cache = KvedgeCache(model.config)
     ids = prompt(1, length)["input_ids"]
-    _, told, _ = generated(model, cache, ids, 20)
+    out, told, _ = generated(model, cache, ids, 20)
     assert len(told) == 1 and f"more than {BOUNDARY} tokens" in told[0]
     assert type(model).__name__ in told[0]
-    assert cache.get_seq_length() <= BOUNDARY  # it was dropped indeed
+    held = cache.get_seq_length()
+    assert held <= BOUNDARY  # it was dropped indeed
+    with pytest.raises(ValueError, match=rf"holds {held} tokens .* not \(1, {out.shape[1]}\)"):
+        cache.token_ids = out
+    assert cache.token_ids is None
 
 
 def test_nothing_is_said_of_a_cache_that_is_kept(model):

@@ -69,7 +69,7 @@ def test_checkpoints_copies_and_files_have_the_same_bytes(name, dtype, tmp_path)
     held = sum(state.nbytes for state in states_in(cache))
     assert held <= cache.held_checkpoint_bytes < held + 100_000
     twin = copy.deepcopy(cache)
-    cache.save(tmp_path, ids)
+    cache.save(tmp_path, ids[:, :30])
     loaded = KvedgeCache.load(tmp_path, model)
     assert loaded.state_dtype == dtype
     step(model, cache, ids[:, 30:50])
