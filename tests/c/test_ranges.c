@@ -353,7 +353,7 @@ static void test_readers_beside_a_writer(void) {
   for (int i = 0; i < 7; i++) {
     kvedge_layer_config config = random_config();
     config.capacity = LONG;
-    if (config.value_format == KVEDGE_VALUES(KVEDGE_KIVI2)) config.value_format = 0;
+    if (config.format != KVEDGE_KIVI8) config.value_format = 0; /* two bits, or floats of 8, are too coarse here */
     if (config.format == KVEDGE_KIVI4 || config.format == KVEDGE_INT4) config.format = KVEDGE_KIVI8;
     config.value_rotation = 0;
     shared = new_layer(&config);
