@@ -23,6 +23,7 @@ cdef dict _DEFAULTS = {}  # of the options of attend, by their names
 cdef enum:
     _KEEP_GIL = 1 << 14
     _MAX_THREADS = 1024
+    _LEAST_TOKENS = 16  # kvedge.core.key_map.LEAST_TOKENS
 
 
 # ---- the library --------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ cdef class LayerStore:
 
     cdef _Handle _handle                # read through _opened, replaced by _take
     cdef public bint frozen             # belongs to a KVCache, which alone may change it
-    cdef public bint key_map_is_open    # the next append may decide it
+    cdef public bint key_map_is_auto    # first tokens may decide it
     cdef public object key_rule         # KeyRule: what of the key map the first tokens decide
     cdef bint _writing                  # a thread is appending: _begin_writing
     cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
@@ -254,7 +255,7 @@ cdef class LayerStore:
     def open(self, config, slabs=None):
         self._take(None)
         self.parts = self.turns = None
-        self.frozen = self.key_map_is_open = False
+        self.frozen = self.key_map_is_auto = False
         self.evicted_at = 0
         self.key_rule = KeyRule()
         self._num_kv_heads = config.num_kv_heads
@@ -329,6 +330,17 @@ cdef class LayerStore:
             return held.num_dropped + held.num_tokens
         length = kvedge_layer_range(handle.layer, &start)
         return handle.dropped + start + length
+
+    cpdef bint key_map_is_open(self):
+        """Whether the next tokens may decide it."""
+        cdef _Handle handle
+        cdef int64_t start, end
+        if not self.key_map_is_auto:
+            return False
+        handle = self._opened()
+        end = kvedge_layer_range(handle.layer, &start)
+        end += handle.dropped + start
+        return end < _LEAST_TOKENS and self.key_rule.is_open(handle.key_map, end)
 
     def written(self):
         return kvedge_layer_written(self._opened().layer)
@@ -483,7 +495,7 @@ cdef class LayerStore:
                 handle is not None and self.parts is None and self.turns is None
                 and not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
                 and num_tokens <= self._limit - kvedge_layer_len(handle.layer)
-                and not self.key_map_is_open
+                and not self.key_map_is_open()
             ):
                 stored = kvedge_layer_append(
                     handle.layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
@@ -554,7 +566,7 @@ cdef class LayerStore:
         int64_t num_tokens, many, layout
     ):
         cdef kvedge_status status
-        cdef bint decides = self.key_map_is_open and num_tokens > 0
+        cdef bint decides = num_tokens > 0 and self.key_map_is_open()
         cdef _Array turned
         cdef kvedge_array turned_rows
         if self.turns is not None and num_tokens > 0:

@@ -10,6 +10,7 @@ import numpy as np
 from kvedge.cache.state import CacheState
 from kvedge.core import checks
 from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import (
@@ -112,8 +113,7 @@ def _requantized(state: CacheState, other: CacheState) -> CacheState:
     made = extract(state, 0, 0)
     if state.length:
         for store, mine in zip(made.stores, state.stores, strict=True):
-            rule = mine.key_rule._replace(scale_is_settled=True)
-            store_as(store, mine.key_map, rule)
+            store_as(store, mine.key_map, KeyRule())
     _store_anew(made, other, 0, other.length)
     return made
 

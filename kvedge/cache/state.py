@@ -266,11 +266,8 @@ class CacheState:
                 reset(state)
         if not length and any(store.held().num_dropped for store in self.stores):
             self.forget_bytes()
-        for index, store in self.numbered():
+        for store in self.stores:
             set_end(store, length)
-            if keys.gone_back(store):
-                self.overwrites.add(length)
-                self.high_water[index] = length
         self.length = length
 
     def forget_bytes(self) -> None:
@@ -406,8 +403,7 @@ class CacheState:
             self.stores, layers, strict=True
         ):
             store.restart(dropped)  # a store forgets what it knew of the old bytes
-            rule = keys.rule_of(store, self.key_rule).held_by(key_map, tokens + dropped)
-            keys.store_as(store, key_map, rule)
+            keys.store_as(store, key_map, keys.rule_of(store, self.key_rule))
             store.set_len(tokens)
             if store.parts is not None:
                 store.parts.fill(parts, dropped, dropped + tokens)

@@ -17,7 +17,7 @@ def clear(store: LayerStore) -> None:
         store.restart()
     else:
         store.set_len(0)  # rows stay where they are: a cache may return to them
-    rule = store.key_rule._replace(scale_is_settled=False, before=None)
+    rule = store.key_rule
     if any(rule):
         store.turns = None  # no row is returned to
         keys.store_as(store, rule.given_of(store.key_map), rule)

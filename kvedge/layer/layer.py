@@ -20,7 +20,6 @@ from kvedge.core.storage import shows_storage, storage_of
 from kvedge.core.types import Array, Dtype, Floats, LayerArguments, Layout
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import copies, editing, evicting, facts, reading, room, shifts
-from kvedge.layer.keys import gone_back
 from kvedge.layer.room import first_rows
 from kvedge.layer.store import LayerStore, PartContents
 from kvedge.rope import Rope, Turns
@@ -391,7 +390,6 @@ class KvLayer(ConfigFacts):
         n = checks.check_length(n, len(store))
         checks.check_back(store.config, store.held(), n)
         store.set_len(n)
-        gone_back(store)
 
     def clear(self) -> None:
         """Drop all tokens, and a key offset and scale that were taken from the first of them.

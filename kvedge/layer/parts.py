@@ -5,7 +5,9 @@ tokens and the last ones again; attention and the getters read these where they 
 grows old is no longer read there, and nothing has to be moved or stored again. Of the last tokens
 64 more are kept than are read, so that a rejected draft leaves no trace. With ``recent=``, those
 appended at once all stay until the next ones come: each of their queries reads the last ones before
-it, and a prompt is read as exactly as a single token.
+it, and a prompt is read as exactly as a single token. But a layer that goes back reads of its last
+tokens only the :func:`kept_rows` before its former end, as its copies do, which have no others:
+`Parts.since` says from where on.
 
 A layer of runs (``dtype="kivi4"``) has no rows of its own: 32 tokens of a head, at positions that
 begin with a multiple of 32, are encoded together and lie in a third part; the others are among the
@@ -166,7 +168,7 @@ class LayerParts:
 
     def begin(self, end: int, n: int) -> Appending:
         """Make ready for `n` tokens from position `end` on; nothing is changed yet."""
-        first, last, runs = self.now
+        first, last, runs, _ = self.now
         lengths = [len(first.store), len(last.store)]
         recent, room = self._whole.config.recent, last.store.config.capacity
         kept = max(0, end + (0 if recent else n) - self._kept)  # tokens from here on are needed
@@ -174,7 +176,7 @@ class LayerParts:
         rest = None
         if not self._kept:
             last = Part(last.store, end)
-        elif last.position + lengths[1] != end or last.position > cut:
+        elif last.position + lengths[1] != end or self.now.last_from > cut:
             # It was gone back to before the part.
             last = self._last(max(cut, kept), n)
             if cut < end:
@@ -256,7 +258,7 @@ class LayerParts:
 
     def commit(self, made: Appending, pieces: Iterable[tuple[np.ndarray, np.ndarray]] = ()) -> None:
         """Let readers see what was appended to the parts of `begin`, and encode whole runs."""
-        last, runs = made.last, self.now.runs
+        last, runs, cut = made.last, self.now.runs, made.end
         if runs is not None:
             cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
             runs = self._grown(runs, cut, whole - cut)
@@ -264,7 +266,8 @@ class LayerParts:
                 runs.store.append(*rows)
         if not self._kept:  # it only says where the tokens end
             last = Part(last.store, last.position + made.n)
-        self.now = Parts(made.first, last, runs)
+        since = self.now.since  # else all last tokens are new ones
+        self.now = Parts(made.first, last, runs, since if since <= cut else 0)
 
     def _grown(self, runs: Part, end: int, n: int) -> Part:
         """The runs before a position, with room for `n` more tokens."""
@@ -300,23 +303,29 @@ class LayerParts:
                 f"{error} (recent_dtype: bfloat16 and float32 take all)"
             ) from error
 
+    def _lasting(self) -> int:
+        """Position of the first of the last tokens that stay once others come, or the layer goes back."""
+        return min(max(self.now.last_from, self.now.end - self._kept), self.now.end)
+
     # ---- going back and forth --------------------------------------------------------------------
 
     def set_end(self, end: int) -> None:
         """Hold the tokens before a position, which may lie above the present one."""
-        first, last, runs = self.now
+        first, last, runs, since = self.now
         length = end - last.position
         if not self._kept:
             last = Part(last.store, end)
         elif length > last.store.written():
             last = self._last(end)
         else:
+            if end < self.now.end:
+                since = max(since, self.now.end - self._kept)
             last.store.set_len(max(length, 0))
         first.store.set_len(min(max(end - first.position, 0), first.store.written()))
         if runs is not None:
-            length = runs_end(end, last.position) - runs.position
+            length = runs_end(end, max(last.position, since)) - runs.position
             runs.store.set_len(min(max(length, 0), runs.store.written()))
-        self.now = Parts(first, last, runs)
+        self.now = Parts(first, last, runs, since)
 
     def restart(self, position: int) -> None:
         """Hold no token; the next one is at a position."""
@@ -465,10 +474,10 @@ class LayerParts:
 
     def keep(self, positions: np.ndarray, start: int) -> None:
         """Hold the tokens at these positions alone, which close ranks from `start` on."""
-        first, last, _ = self.now
+        first, last = self.now[:2]
         held = [
-            positions[(part.position <= positions) & (positions < part.position + len(part.store))]
-            for part in (first, last)
+            positions[(begin <= positions) & (positions < part.position + len(part.store))]
+            for part, begin in ((first, first.position), (last, self._lasting()))
         ]
         begins = len(held[0]) == 0 or positions[0] == held[0][0]
         contents = [
@@ -485,7 +494,7 @@ class LayerParts:
         Positions of the last ones stay. `indices` are (n,) or (num_kv_heads, n); the last ones of
         :func:`kept_rows` are among them, and whole runs.
         """
-        first, last, runs = self.now
+        first, last, runs, _ = self.now
         held = self._whole.held()
         start, end = held.num_dropped, held.num_dropped + held.num_tokens
         moved = np.flatnonzero(np.atleast_2d(indices != np.arange(indices.shape[-1])).any(0))
@@ -496,7 +505,7 @@ class LayerParts:
         of_first = start - first.position
         contents = [
             _contents(first, slice(of_first, of_first + sinks)),
-            _contents(last, slice(max(len(last.store) - self._kept, 0), None)),
+            _contents(last, slice(self._lasting() - last.position, None)),
         ]
         if runs is not None:
             at = (indices[..., ::RUN] + start - runs.position) // RUN
@@ -526,13 +535,14 @@ class LayerParts:
 
     def last_contents(self) -> PartContents:
         """The last tokens that going on needs, copied, for :meth:`return_to_last`."""
-        last, most = self.now.last, last_rows(self._whole.config)
-        tokens = (np.array(each[-most:]) for each in last.store.held().tokens)
+        last = self.now.last
+        since = self._lasting() - last.position
+        tokens = (np.array(each[since:]) for each in last.store.held().tokens)
         return PartContents(memory.Slabs(*tokens), last.store.key_map)
 
     def return_to_last(self, contents: PartContents, end: int) -> None:
         """Hold last tokens again that a layer had at a position, to which it has gone back."""
-        first, last, runs = self.now
+        first, last, runs, _ = self.now
         last = _filled(self._last(end - len(contents.arrays.key_codes)), contents)
         if runs is not None:
             length = max(runs_end(end, last.position) - runs.position, 0)
@@ -547,7 +557,9 @@ class LayerParts:
         last = contents[1]
         tokens = len(last.arrays.key_codes)
         arrays = last.arrays
-        before = max(0, min(len(self.now.last.store), self._kept - tokens)) if tokens == n else 0
+        before = 0
+        if tokens == n:
+            before = max(0, min(self.now.end - self._lasting(), self._kept - tokens))
         if before and self.now.last.store.key_map.is_same(last.key_map):
             own = self.now.last.store.held().tokens
             arrays = memory.Slabs(
@@ -642,11 +654,11 @@ def contents_of(
     """The first and last ones of the tokens at positions `start` to `end`, as they are stored.
 
     `end` may lie above what is held, where a layer can go. Of last ones there are no more than
-    :func:`last_rows` of the layer's config.
+    :func:`kept_rows` of the layer's config.
     """
     if held.parts is None:
         return ()
-    first, last, runs = held.parts
+    first, last, runs, _ = held.parts
     first_rows = slice(max(0, start - first.position), max(0, end - first.position))
     if first.position > start:
         first_rows = slice(0, 0)
@@ -656,7 +668,8 @@ def contents_of(
     if not 0 <= stop <= last.store.written():
         stop = 0
     since = start if runs is None else start // RUN * RUN  # runs need those before it
-    of_last = slice(min(stop, max(0, since - last.position, stop - last_rows(config))), stop)
+    since = max(since, held.parts.last_from, max(end, held.parts.end) - kept_rows(config))
+    of_last = slice(min(stop, max(0, since - last.position)), stop)
     made = []
     for part, at in ((first, first_rows), (last, of_last)):
         of_part = part.store.held()
@@ -712,12 +725,12 @@ def parts_of(held: Held, config: LayerConfig, num_rows: int = 1) -> list[ReadPar
     n, dropped = held.num_tokens, held.num_dropped
     if held.parts is None or not n:
         return [ReadPart(None, 0, 0, n)] if n else []
-    first, last, runs = held.parts
+    first, last, runs, _ = held.parts
     sinks = 0
     if first.position <= dropped:
         sinks = min(n, max(0, first.position + len(first.store) - dropped))
     stop = None if runs is None else runs.position + len(runs.store) - dropped
-    tail = tail_of(config, n, sinks, last.position - dropped, stop, num_rows)
+    tail = tail_of(config, n, sinks, held.parts.last_from - dropped, stop, num_rows)
     middle = ReadPart(None, sinks, sinks, tail)
     if runs is not None:
         middle = ReadPart(runs.store, sinks + dropped - runs.position, sinks, tail)

@@ -36,14 +36,14 @@ class LayerStore(Protocol):
     """Storage, quantizer and attention of one layer.
 
     A reader takes ``held()`` once: a writer may drop tokens, or move to other slabs, at any moment.
-    Where `key_map_is_open`, a store lets :func:`kvedge.layer.keys.decide` see rows before it
+    Where `key_map_is_auto`, a store lets :func:`kvedge.layer.keys.decide` see rows before it
     appends them, and goes back by :func:`kvedge.layer.keys.return_to` if that fails. Methods that
     append or attend check and refuse as the public methods of their names say, in a frozen store
     too but for `push` and `extend`.
     """
 
     frozen: bool  # belongs to a cache, which alone may change it
-    key_map_is_open: bool  # the next append may decide it
+    key_map_is_auto: bool  # first tokens may decide it
     key_rule: KeyRule  # what of the key map the first tokens decide
     parts: StoreParts | None  # None: no tokens are held in another format too
     turns: Turns | None  # what its keys are still to be turned by; None: nothing
@@ -146,6 +146,12 @@ class Parts(NamedTuple):
     first: Part
     last: Part
     runs: Part | None = None
+    since: int = 0  # last tokens before this position are not read, if there are some
+
+    @property
+    def last_from(self) -> int:
+        """Position of the first of the last tokens that may be read."""
+        return max(self.last.position, self.since)
 
     @property
     def each(self) -> list[Part]:

@@ -34,7 +34,7 @@ class LayerStore:
 
     config: LayerConfig
     frozen: bool
-    key_map_is_open: bool
+    key_map_is_auto: bool
     key_rule: KeyRule
     parts: StoreParts | None
     turns: Turns | None
@@ -44,7 +44,7 @@ class LayerStore:
     _last_row: int  # rows below it have been written
 
     def open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
-        self.frozen = self.key_map_is_open = False
+        self.frozen = self.key_map_is_auto = False
         self.evicted_at = 0
         self.key_rule = KeyRule()
         self.parts = None
@@ -163,7 +163,7 @@ class LayerStore:
     @in_default_mode
     def make_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Decide how checked rows are stored, and raise if they cannot be."""
-        if self.key_map_is_open:
+        if self.key_map_is_auto:
             decide(self, keys)
         config = self.config
         self._refuse_keys(keys)
