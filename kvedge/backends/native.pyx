@@ -406,9 +406,10 @@ cdef class LayerStore:
 
     # ---- removing and moving ---------------------------------------------------------------------
 
-    def keep(self, indices):
-        cdef _Handle handle = self._opened()
-        cdef cnp.ndarray tokens = np.ascontiguousarray(indices, np.int64)
+    def keeping(self, indices):
+        return partial(self._keep, self._opened(), np.ascontiguousarray(indices, np.int64))
+
+    def _keep(self, _Handle handle, cnp.ndarray tokens):
         cdef const int64_t *positions = <const int64_t *>cnp.PyArray_DATA(tokens)
         cdef int64_t num_tokens = tokens.shape[0]
         cdef kvedge_status status
@@ -569,16 +570,17 @@ cdef class LayerStore:
         cdef bint decides = num_tokens > 0 and self.key_map_is_open()
         cdef _Array turned
         cdef kvedge_array turned_rows
-        if self.turns is not None and num_tokens > 0:
-            keys, values = self._checked(keys, values, many, layout)
-            keys = turned_back(self, keys, self.end())
-            many, layout = True, _NHD
-            _read_ndarray(<cnp.ndarray>keys, &turned)
-            _insert_axis(&turned, 0)
-            turned_rows = _rows_of(&turned, 0)
-            key_rows = &turned_rows
+        turns = self.turns
         before = layer_keys.mark(self) if decides else None
         try:
+            if turns is not None and num_tokens > 0:
+                keys, values = self._checked(keys, values, many, layout)
+                keys = turned_back_next(self, keys)
+                many, layout = True, _NHD
+                _read_ndarray(<cnp.ndarray>keys, &turned)
+                _insert_axis(&turned, 0)
+                turned_rows = _rows_of(&turned, 0)
+                key_rows = &turned_rows
             if decides:
                 rows, _ = self._checked(keys, values, many, layout)
                 layer_keys.decide(self, rows)
@@ -594,6 +596,7 @@ cdef class LayerStore:
             if status != KVEDGE_OK:
                 raise KvedgeError(kvedge_strerror(status).decode())
         except BaseException:
+            self.turns = turns
             if decides:
                 layer_keys.return_to(self, before)
             raise
@@ -1002,7 +1005,8 @@ def bind():
     global AttendOptions, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError, OutOfMemoryError
     global UnsupportedIsaError
     global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
-    global turned, turned_back, _attend_and_note
+    global partial, turned, turned_back_next, _attend_and_note
+    from functools import partial
     from inspect import signature
 
     from kvedge import batch as _batch
@@ -1016,7 +1020,7 @@ def bind():
     from kvedge.layer import room
     from kvedge.layer.layer import KvLayer
     from kvedge.layer.parts import ranges_of, parts_of
-    from kvedge.layer.reading import turned_back
+    from kvedge.layer.reading import turned_back_next
     from kvedge.layer.types import layer_classes
     from kvedge.paged.store import BlockStoreMethods
     from kvedge.rope import query_turns, to_float32, turned

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -17,6 +19,7 @@ from kvedge.core.key_map import (
 )
 from kvedge.core.memory import Held
 from kvedge.layer.store import LayerStore, PartsState, SavedRows, scratch_store
+from kvedge.rope import Turns
 
 __all__ = [
     "Mark",
@@ -25,10 +28,11 @@ __all__ = [
     "mark",
     "return_to",
     "rule_of",
+    "whole_or_nothing",
     "store_as",
 ]
 
-Mark: TypeAlias = "tuple[object, PartsState | None, SavedRows | None]"
+Mark: TypeAlias = "tuple[object, Turns | None, PartsState | None, SavedRows | None]"
 
 
 def rule_of(store: LayerStore, rule: KeyRule) -> KeyRule:
@@ -99,14 +103,27 @@ def mark(store: LayerStore, n: int = 0, start: int | None = None) -> Mark:
         start = held.num_tokens if start is None else start
         rows, position = SavedRows.of(store, start, start + n), held.num_dropped + start
     state = None if store.parts is None else store.parts.state(position, n)
-    return store.binding(), state, rows
+    return store.binding(), store.turns, state, rows
 
 
 def return_to(store: LayerStore, before: Mark) -> None:
     """Undo all that was done since :func:`mark`, by appends alone."""
-    binding, state, rows = before
+    binding, store.turns, state, rows = before
     store.rebind(binding)
     if rows is not None:
         rows.put_back()
     if store.parts is not None and state is not None:
         store.parts.return_to(state)
+
+
+@contextlib.contextmanager
+def whole_or_nothing(stores: Iterable[LayerStore], n: int, start: int) -> Iterator[None]:
+    """Undo all where a block that stores `n` tokens from index `start` on is broken off."""
+    marks = [(store, len(store), mark(store, n, start)) for store in stores]
+    try:
+        yield
+    except BaseException:
+        for store, length, before in marks:
+            store.set_len(length)
+            return_to(store, before)
+        raise

@@ -422,7 +422,7 @@ class KvLayer(ConfigFacts):
         store = self._store
         checks.check_unfrozen(store.frozen)
         checks.check_whole(store.config, store.held(), "keep()")
-        editing.keep(store, checks.check_keep(indices, len(store)))
+        editing.keep([store], checks.check_keep(indices, len(store)))
 
     def drop_first(self, n: int) -> None:
         """Drop the first `n` tokens: token i becomes token i - n.

@@ -472,9 +472,10 @@ class LayerParts:
                 slabs.key_codes[to], slabs.key_scales[to] = (one[given] for one in stored[0])
                 slabs.value_codes[to], slabs.value_scales[to] = (one[given] for one in stored[1])
 
-    def keep(self, positions: np.ndarray, start: int) -> None:
-        """Hold the tokens at these positions alone, which close ranks from `start` on."""
-        first, last = self.now[:2]
+    def kept(self, indices: np.ndarray) -> Parts:
+        """The parts of a layer of rows that keeps these tokens alone, which close ranks."""
+        start, (first, last) = self._whole.held().num_dropped, self.now[:2]
+        positions = indices + start
         held = [
             positions[(begin <= positions) & (positions < part.position + len(part.store))]
             for part, begin in ((first, first.position), (last, self._lasting()))
@@ -486,7 +487,7 @@ class LayerParts:
         ]
         if not begins:
             contents[0] = _contents(first, slice(0, 0))
-        self.fill(contents, start, start + len(positions))
+        return self._made(contents, start, start + len(positions))
 
     def evict(self, indices: np.ndarray, gone: int) -> None:
         """Hold the tokens of these rows of the layer, before `gone` of them go.
@@ -519,6 +520,9 @@ class LayerParts:
 
     def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None:
         """Take over the first and last tokens of a layer that holds positions `start` to `end`."""
+        self.now = self._made(contents, start, end)
+
+    def _made(self, contents: Sequence[PartContents], start: int, end: int) -> Parts:
         first, last = contents[:2]
         tokens = len(last.arrays.key_codes)
         runs = None
@@ -529,7 +533,7 @@ class LayerParts:
             if not contents[2].key_map.is_same(runs.store.key_map):
                 runs.store.set_key_map(contents[2].key_map)
             _copy_runs(contents[2].arrays, runs.store, max(length, 0))
-        self.now = Parts(
+        return Parts(
             _filled(self._first(start), first), _filled(self._last(end - tokens), last), runs
         )
 

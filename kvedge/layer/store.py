@@ -7,7 +7,7 @@ kvedge/backends/numpy/layer.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -101,8 +101,8 @@ class LayerStore(Protocol):
     def set_key_map(self, key_map: KeyMap) -> None:
         """Take keys to be stored so; those in the slabs, from row 0 on, are."""
 
-    def keep(self, indices: np.ndarray) -> None:
-        """Keep what :func:`kvedge.core.checks.check_keep` gave, in the rows alone."""
+    def keeping(self, indices: np.ndarray) -> Callable[[], None]:
+        """What keeps the rows of :func:`kvedge.core.checks.check_keep` alone, and cannot fail."""
 
     def evicted(self, kept: int) -> None:
         """Hold the first `kept` rows alone; positions stay, the others count as dropped."""
@@ -215,7 +215,7 @@ class StoreParts(Protocol):
     def check_turn(self, turn: Turn, start: int, stop: int) -> None: ...
     def store_turned(self, turn: Turn, start: int, stop: int) -> None: ...
     def put(self, position: int, keys: np.ndarray, values: np.ndarray) -> None: ...
-    def keep(self, positions: np.ndarray, start: int) -> None: ...
+    def kept(self, indices: np.ndarray) -> Parts: ...
     def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None: ...
     def joined(self, contents: Sequence[PartContents], end: int, n: int) -> PartsState: ...
 
