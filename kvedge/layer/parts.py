@@ -391,8 +391,21 @@ class LayerParts:
                 encode_anew(part.store, own, part.store.held())
         runs = self.now.runs
         if runs is not None and not runs.store.key_map.is_same(key_map):
-            assert not len(runs.store)  # what is decided is settled before a run is full
-            runs.store.set_key_map(key_map)
+            self.now = self.now._replace(runs=self._runs_as(runs))
+
+    def _runs_as(self, runs: Part) -> Part:
+        """Runs whose keys, which are in rows, are stored as the layer's."""
+        made, n, config = self._runs(runs.position, 0), len(runs.store), runs.store.config
+        assert made is not None and n < RUN  # what is decided is settled before a run is full
+        keys = np.empty(config.rows_shape(False, n), np.float32)
+        runs.store.dequantize(runs.store.held(), False, 0, n, keys)
+        keys = made.store.key_map.to_stored(keys)
+        _copy_runs(memory.rows_of(runs.store.slabs, config, 0, n), made.store, n)
+        with _rewriting(made.store, 0) as slabs:
+            slabs.key_codes[:n], slabs.key_scales[:n] = config.key_format.encode(
+                keys, config.key_rows
+            )
+        return made
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[LayerStore, int, int]]:
         """First and last tokens of a range of positions."""
