@@ -386,15 +386,17 @@ cdef class LayerStore:
     def drop(self, int64_t n):
         kvedge_layer_drop_first(self._opened().layer, n)
 
-    def restart(self, int64_t num_dropped=0):
+    def restart(self, int64_t num_dropped=0, parts=None):
         cdef _Handle handle = self._opened()
+        if self.parts is not None and parts is None:
+            parts = self.parts.empty(num_dropped)
         kvedge_layer_set_len(handle.layer, 0)
         kvedge_layer_compact(handle.layer)
         handle.dropped = num_dropped
         self.evicted_at = 0
         self.turns = None
         if self.parts is not None:
-            self.parts.restart(num_dropped)
+            self.parts.now = parts
 
     def set_key_map(self, key_map):
         # A C layer takes it only while it is empty: so this makes another over the same slabs.

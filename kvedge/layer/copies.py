@@ -73,12 +73,13 @@ def fill(
     turns: Turns | None = None,
 ) -> None:
     """Take over the stored bytes of another layer; this one is empty."""
+    own = None
+    if store.parts is not None:
+        own = store.parts.filled(parts, num_dropped, num_dropped + len(tokens[0]))
+    store.restart(num_dropped, own)
     keys.store_as(store, key_map, rule)
-    store.restart(num_dropped)
     memory.copy_tokens(tokens, store.slabs, len(tokens[0]))
     store.set_len(len(tokens[0]))
-    if store.parts is not None:
-        store.parts.fill(parts, num_dropped, num_dropped + len(tokens[0]))
     store.turns = turns
 
 

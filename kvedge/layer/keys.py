@@ -80,15 +80,17 @@ def decide(store: LayerStore, keys: np.ndarray) -> None:
 def encode_anew(store: LayerStore, key_map: KeyMap, held: Held) -> None:
     """Move to slabs in which keys are stored as in `key_map`; readers keep the old ones."""
     config, n = store.config, held.num_tokens
+    if not n:
+        store.set_key_map(key_map)
+        return
     slabs = memory.reserve_slabs(config)
-    if n:
-        scratch = scratch_store(store, n, key_map)
-        keys = np.empty(config.rows_shape(False, n), np.float32)
-        store.dequantize(held, False, 0, n, keys)
-        scratch.append(keys, np.zeros(config.rows_shape(True, n), np.float32))
-        anew = scratch.held().tokens
-        tokens = held.tokens._replace(key_codes=anew.key_codes, key_scales=anew.key_scales)
-        memory.copy_tokens(tokens, slabs, n)
+    scratch = scratch_store(store, n, key_map)
+    keys = np.empty(config.rows_shape(False, n), np.float32)
+    store.dequantize(held, False, 0, n, keys)
+    scratch.append(keys, np.zeros(config.rows_shape(True, n), np.float32))
+    anew = scratch.held().tokens
+    tokens = held.tokens._replace(key_codes=anew.key_codes, key_scales=anew.key_scales)
+    memory.copy_tokens(tokens, slabs, n)
     store.bind(slabs, config, key_map)
 
 

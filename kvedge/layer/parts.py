@@ -123,8 +123,7 @@ class LayerParts:
         self._kept = kept_rows(config)
         self._config = config.part_config
         self._in_runs = config.in_runs
-        self.now: Parts
-        self.restart(0)
+        self.now = self.empty(0)
 
     def _first(self, position: int) -> Part:
         """Room for the first tokens."""
@@ -327,15 +326,15 @@ class LayerParts:
             runs.store.set_len(min(max(length, 0), runs.store.written()))
         self.now = Parts(first, last, runs, since)
 
-    def restart(self, position: int) -> None:
-        """Hold no token; the next one is at a position."""
+    def empty(self, position: int) -> Parts:
+        """Parts that hold no token; the next one is at a position."""
         # A run that begins before it is never read there.
         last = self._last(position // RUN * RUN if self._in_runs else position)
         if last.position < position:
             shape = (position - last.position, self._config.num_kv_heads)
             keys, values = (np.zeros((*shape, dim), np.float32) for dim in self._widths)
             last.store.append(keys, values)
-        self.now = Parts(self._first(position), last, self._runs(position, 0))
+        return Parts(self._first(position), last, self._runs(position, 0))
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -343,11 +342,13 @@ class LayerParts:
 
     def forget(self, position: int, end: int) -> None:
         """Hold no token from a position on, written ones included; the next one is at `end`."""
+        self.now = Parts(self._first_until(position), self._last(end))
+
+    def _first_until(self, position: int) -> Part:
+        """The first tokens before a position, and room for others."""
         first = self.now.first
         kept = slice(0, min(max(position - first.position, 0), len(first.store)))
-        self.now = Parts(
-            _filled(self._first(first.position), _contents(first, kept)), self._last(end)
-        )
+        return _filled(self._first(first.position), _contents(first, kept))
 
     def state(self, start: int = 0, n: int = 0) -> PartsState:
         """What `return_to` needs, before `n` tokens are stored from position `start` on.
@@ -395,7 +396,11 @@ class LayerParts:
 
     def _runs_as(self, runs: Part) -> Part:
         """Runs whose keys, which are in rows, are stored as the layer's."""
-        made, n, config = self._runs(runs.position, 0), len(runs.store), runs.store.config
+        n, config = len(runs.store), runs.store.config
+        if not n:
+            runs.store.set_key_map(self._whole.key_map)
+            return runs
+        made = self._runs(runs.position, 0)
         assert made is not None and n < RUN  # what is decided is settled before a run is full
         keys = np.empty(config.rows_shape(False, n), np.float32)
         runs.store.dequantize(runs.store.held(), False, 0, n, keys)
@@ -500,10 +505,10 @@ class LayerParts:
         ]
         if not begins:
             contents[0] = _contents(first, slice(0, 0))
-        return self._made(contents, start, start + len(positions))
+        return self.filled(contents, start, start + len(positions))
 
-    def evict(self, indices: np.ndarray, gone: int) -> None:
-        """Hold the tokens of these rows of the layer, before `gone` of them go.
+    def evicted(self, indices: np.ndarray, gone: int) -> Parts:
+        """The parts of a layer that keeps these rows, before `gone` tokens go.
 
         Positions of the last ones stay. `indices` are (n,) or (num_kv_heads, n); the last ones of
         :func:`kept_rows` are among them, and whole runs.
@@ -527,15 +532,12 @@ class LayerParts:
             slabs = runs.store.held().slabs
             rows = memory.rows_of_runs(slabs, runs.store.config, at)
             contents.append(PartContents(rows, runs.store.key_map))
-        self.fill(contents, start + gone, end)
+        return self.filled(contents, start + gone, end)
 
     # ---- copying ---------------------------------------------------------------------------------
 
-    def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None:
-        """Take over the first and last tokens of a layer that holds positions `start` to `end`."""
-        self.now = self._made(contents, start, end)
-
-    def _made(self, contents: Sequence[PartContents], start: int, end: int) -> Parts:
+    def filled(self, contents: Sequence[PartContents], start: int, end: int) -> Parts:
+        """The parts of a layer that holds positions `start` to `end`, with stored bytes of others."""
         first, last = contents[:2]
         tokens = len(last.arrays.key_codes)
         runs = None
@@ -587,7 +589,7 @@ class LayerParts:
             )
         part = self._last(end + n - len(arrays.key_codes))
         part = _filled(part, last._replace(arrays=arrays))
-        return self._state_of(Parts(self.now.first, part))
+        return self._state_of(Parts(self._first_until(end), part))
 
 
 class Appending(NamedTuple):

@@ -33,6 +33,7 @@ STORAGE = [
     {"dtype": "fp8_e4m3", "key_scale": "auto"},
     {"dtype": "float16", "recent": 9, "recent_dtype": "float32"},
 ]
+SHAPE = ("num_kv_heads", "head_dim", "layers")
 ALLOCATING = ("empty", "empty_like", "zeros", "zeros_like", "concatenate", "stack", "array")
 
 
@@ -124,14 +125,14 @@ class CopiesMachine(RuleBasedStateMachine):
     def start(self, storage, window, seed):
         self.rng = np.random.default_rng(seed)
         layers = [{}, {} if window is None else {"window": window, "sinks": 0}]
-        self.made = {"num_kv_heads": H, "head_dim": D, "layers": layers, **storage}
+        self.made = dict(zip(SHAPE, (H, D, layers), strict=True)) | storage
         self.window = window
         self.caches = [KVCache(**self.made)]
         self.forget()
 
     def forget(self):
         self.tokens = np.zeros((2, 0, H, D), np.float32)
-        self.base, self.first = 0, 0
+        self.gone, self.evicted_at = 0, 0
 
     def new_rows(self, n):
         made = self.rng.standard_normal((2, n, H, D)).astype(np.float32)
@@ -154,12 +155,6 @@ class CopiesMachine(RuleBasedStateMachine):
         for other in self.caches[1:]:
             call(other)
 
-    @property
-    def is_whole(self):
-        return all(
-            self.caches[0].layer(i).num_dropped == 0 for i in range(2)
-        )
-
     refusals = st.none() | st.integers(0, 30)
 
     @rule(n=st.sampled_from([1, 1, 1, 2, 5, 7, 10, 31, 64, 130, 200]), memory_from=refusals)
@@ -178,29 +173,37 @@ class CopiesMachine(RuleBasedStateMachine):
             self.each(lambda cache: cache.push_step(*step), memory_from)
             self.tokens = np.concatenate([self.tokens, new], axis=1)
 
-    def can_go_to(self, n):
-        gone = [self.caches[0].layer(i).num_dropped for i in range(2)]
-        return not n or (n >= self.evicted_at and (not gone[1] or n - gone[1] >= self.window - 1))
+    @property
+    def length(self):
+        return self.gone + self.tokens.shape[1]
 
-    evicted_at = 0
+    @property
+    def is_whole(self):
+        return self.window is None and not self.gone
+
+    def can_go_to(self, n):
+        gone = self.caches[0].layer(1).num_dropped
+        return n >= self.evicted_at and (not gone or not self.window or n - gone >= self.window - 1)
 
     @rule(back=st.sampled_from([0, 1, 2, 4, 9, 20, 64, 65, 100, 150, 400]), memory_from=refusals)
     def truncate(self, back, memory_from):
-        n = max(0, self.tokens.shape[1] - back)
-        if self.can_go_to(n):
+        n = max(0, self.length - back)
+        if not n or self.can_go_to(n):
             self.each(lambda cache: cache.truncate(n), memory_from)
-            self.tokens = self.tokens[:, :n]
+            self.tokens = self.tokens[:, : max(n - self.gone, 0)]
+            if not n:
+                self.forget()
 
     @rule(back=st.integers(0, 200))
     def back_and_forth(self, back):
-        n = max(0, self.tokens.shape[1] - back)
+        n = max(0, self.length - back)
         if n and self.can_go_to(n):
             for cache in self.caches:
                 mark = cache.snapshot()
                 cache.truncate(n)
                 cache.restore(mark)
 
-    @precondition(lambda self: self.window is None)
+    @precondition(lambda self: self.is_whole)
     @rule(data=st.data(), memory_from=refusals, delta=st.integers(-3, 3))
     def keep(self, data, memory_from, delta):
         n = self.tokens.shape[1]
@@ -211,6 +214,7 @@ class CopiesMachine(RuleBasedStateMachine):
         self.tokens = self.tokens[:, kept]
         self.shift(delta, start, None, memory_from)
 
+    @precondition(lambda self: self.is_whole)
     @rule(
         delta=st.integers(-50, 50), start=st.integers(0, 99), n=st.integers(0, 99) | st.none(),
         memory_from=refusals,
@@ -222,12 +226,43 @@ class CopiesMachine(RuleBasedStateMachine):
         self.each(lambda cache: cache.shift(delta, rope=Rope(D), start=start, stop=stop), memory_from)
         self.tokens[0, start:stop] = Rope(D).rotate(self.tokens[0, start:stop], delta)
 
+    @rule(back=st.integers(0, 300), n=st.integers(0, 70), memory_from=refusals)
+    def evict(self, back, n, memory_from):
+        """Tokens before the last ones, in whole runs."""
+        held = self.tokens.shape[1]
+        start = max(held - 160 - back, 0) // 32 * 32
+        stop = max(held - 160 - back + n, 0) // 32 * 32
+        if start == stop or self.caches[0].layer(0).num_dropped % 32:
+            return
+        kept = np.r_[0:start, stop:held]
+        try:
+            self.each(lambda cache: cache.evict(0, kept), memory_from)
+        except errors.InvalidArgumentError as error:
+            assert "shift" in str(error)
+            return
+        self.tokens = self.tokens[:, kept]
+        self.evicted_at, self.gone = self.length, self.gone + stop - start
+
+    @rule(storage=st.sampled_from(STORAGE), memory_from=refusals)
+    def requantize(self, storage, memory_from):
+        if self.window is None or "sinks" not in storage:
+            self.each(lambda cache: cache.requantize(**storage))
+            self.made = {**{name: self.made[name] for name in SHAPE}, **storage}
+
+    @precondition(lambda self: self.is_whole)
+    @rule(start=st.integers(0, 200), n=st.integers(0, 200))
+    def extract(self, start, n):
+        start = min(start, self.length)
+        self.tokens = self.tokens[:, start : start + n]
+        stop = start + self.length
+        self.caches = [cache.extract(start, stop) for cache in self.caches]
+
     @rule(memory_from=refusals)
     def clear(self, memory_from):
         self.each(lambda cache: cache.clear(), memory_from)
         self.forget()
 
-    @precondition(lambda self: self.window is None)
+    @precondition(lambda self: self.is_whole)
     @rule(start=st.floats(0, 1), n=st.integers(0, 70), memory_from=refusals, mine=st.booleans())
     def inject(self, start, n, memory_from, mine):
         at = int(start * self.tokens.shape[1])
@@ -249,7 +284,7 @@ class CopiesMachine(RuleBasedStateMachine):
 
     @rule(way=st.sampled_from(list(WAYS)), goes_on=st.booleans())
     def copied(self, way, goes_on):
-        if way in OF_WHOLE and not (self.window is None and self.is_whole):
+        if way in OF_WHOLE and not self.is_whole:
             return
         if way in OF_FILES:
             pytest.importorskip("safetensors")
@@ -272,7 +307,8 @@ class CopiesMachine(RuleBasedStateMachine):
             return
         read = np.stack([self.caches[0].k(0), self.caches[0].v(0)])
         assert read.shape == self.tokens.shape
-        assert (np.abs(read - self.tokens).mean(axis=(2, 3)) < 0.5).all()
+        error = np.abs(read - self.tokens).mean(axis=(2, 3))  # 1.1 from another token
+        assert (error < [[1.0], [0.5]]).all()
 
 
 TestCopies = CopiesMachine.TestCase

@@ -21,7 +21,7 @@ from kvedge.layer.keys import decide, mark, return_to
 from kvedge.layer.parts import LayerParts, parts_of, ranges_of
 from kvedge.layer.reading import memory_of, turned_back_next
 from kvedge.layer.room import reserve, slide
-from kvedge.layer.store import Part, StoreParts
+from kvedge.layer.store import Part, Parts, StoreParts
 from kvedge.layer.types import layer_classes
 from kvedge.rope import Turns
 
@@ -104,12 +104,14 @@ class LayerStore:
             num_dropped=held.num_dropped + n,
         )
 
-    def restart(self, num_dropped: int = 0) -> None:
+    def restart(self, num_dropped: int = 0, parts: Parts | None = None) -> None:
+        if self.parts is not None and parts is None:
+            parts = self.parts.empty(num_dropped)
         self._now = self._now._replace(start=0, num_tokens=0, num_dropped=num_dropped)
         self._last_row = self.evicted_at = 0
         self.turns = None
-        if self.parts is not None:
-            self.parts.restart(num_dropped)
+        if self.parts is not None and parts is not None:
+            self.parts.now = parts
 
     def set_key_map(self, key_map: KeyMap) -> None:
         self.bind(self.slabs, self.config, key_map)
