@@ -37,8 +37,9 @@ __all__ = ["Adopted", "CacheState", "LayerTypes", "contents_of_stores", "layer_n
 
 LayerTypes: TypeAlias = Mapping[str, type[KvLayer]]  # a backend's, by their dtype
 #: Of a layer whose bytes were put into the slabs from row 0 on: tokens, how keys are stored, tokens
-#: dropped before them, what is held in another format too, what keys are still to be turned by.
-Adopted: TypeAlias = "tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]"
+#: dropped before them, what is held in another format too, what keys are still to be turned by,
+#: where tokens were evicted last (0: at the end).
+Adopted: TypeAlias = "tuple[int, KeyMap, int, Sequence[PartContents], Turns | None, int]"
 
 
 class CacheState:
@@ -388,7 +389,10 @@ class CacheState:
                 raise self.no_room(index, error) from None
         self.adopt(
             contents.length,
-            [(t.num_tokens, t.key_map, t.num_dropped, t.parts, t.turns) for t in contents.layers],
+            [
+                (t.num_tokens, t.key_map, t.num_dropped, t.parts, t.turns, t.evicted_at)
+                for t in contents.layers
+            ],
             [t.arrays for t in contents.layers],
         )
         self.put_states(contents.states)
@@ -407,14 +411,14 @@ class CacheState:
         """Take over bytes that were put into the slabs of each layer, or those of arrays."""
         made = [  # all memory first
             None if store.parts is None else store.parts.filled(parts, dropped, dropped + tokens)
-            for store, (tokens, _, dropped, parts, _) in zip(self.stores, layers, strict=True)
+            for store, (tokens, _, dropped, parts, *_) in zip(self.stores, layers, strict=True)
         ]
         if arrays is not None:
             if any(self.high_water):
                 self.overwrites.add(0)
             for store, of_layer in zip(self.stores, arrays, strict=True):
                 memory.copy_tokens(of_layer, store.slabs, len(of_layer[0]))
-        for store, own, (tokens, key_map, dropped, _, turns) in zip(
+        for store, own, (tokens, key_map, dropped, _, turns, evicted_at) in zip(
             self.stores, made, layers, strict=True
         ):
             store.restart(dropped, own)  # a store forgets what it knew of the old bytes
@@ -422,7 +426,7 @@ class CacheState:
             store.set_len(tokens)
             store.turns = turns
             if dropped and store.config.window is None:  # what is left is taken for all there is
-                store.evicted_at = dropped + tokens
+                store.evicted_at = evicted_at or dropped + tokens
         self.has_evicted = any(store.evicted_at for store in self.stores)
         self.high_water = self.ends()
         self.length = length
@@ -458,6 +462,7 @@ def contents_of_stores(
                 num_dropped=dropped,
                 parts=parts,
                 turns=store.turns if n else None,
+                evicted_at=store.evicted_at,
             )
         )
     return CacheContents(form, length, tuple(layers), states)

@@ -38,6 +38,7 @@ Stored = tuple[
     int,
     "tuple[PartContents, ...]",
     "Turns | None",
+    int,
 ]
 
 
@@ -71,6 +72,7 @@ def fill(
     num_dropped: int,
     parts: Sequence[PartContents],
     turns: Turns | None = None,
+    evicted_at: int = 0,
 ) -> None:
     """Take over the stored bytes of another layer; this one is empty."""
     own = None
@@ -80,7 +82,7 @@ def fill(
     keys.store_as(store, key_map, rule)
     memory.copy_tokens(tokens, store.slabs, len(tokens[0]))
     store.set_len(len(tokens[0]))
-    store.turns = turns
+    store.turns, store.evicted_at = turns, evicted_at
 
 
 def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
@@ -96,8 +98,8 @@ def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
     end = held.num_dropped + held.num_tokens
     parts = contents_of(held, config, held.num_dropped, end, copy=False)
     dropped = held.num_dropped if num_dropped is None else num_dropped
-    fill(other, held.tokens, store.key_map, store.key_rule, dropped, parts, store.turns)
-    other.evicted_at = store.evicted_at
+    more = dropped, parts, store.turns, store.evicted_at
+    fill(other, held.tokens, store.key_map, store.key_rule, *more)
     return other
 
 
@@ -107,7 +109,8 @@ def stored(store: LayerStore) -> Stored:
     tokens = [np.array(rows) for rows in held.tokens]
     end = held.num_dropped + held.num_tokens
     parts = contents_of(held, config, held.num_dropped, end, copy=True)
-    return config, tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns
+    more = held.num_dropped, parts, store.turns, store.evicted_at
+    return config, tokens, store.key_map, store.key_rule, *more
 
 
 class RowMark(NamedTuple):

@@ -637,11 +637,12 @@ def restored(
     num_dropped: int,
     parts: Sequence[PartContents] = (),
     turns: Turns | None = None,
+    evicted_at: int = 0,
 ) -> KvLayer:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
     rows = max(config.capacity, len(tokens[0]))  # the config may be of a later moment
     layer: KvLayer = new_layer(registry.resolved(kind), replace(config, capacity=rows))
-    copies.fill(layer._store, tokens, key_map, rule, num_dropped, parts, turns)
+    copies.fill(layer._store, tokens, key_map, rule, num_dropped, parts, turns, evicted_at)
     return layer
 
 

@@ -257,7 +257,7 @@ def _from_0(layer: LayerContents, store: LayerStore) -> LayerContents:
             *(rows[0], rows[1], rows[2], rows[3], layer.key_map), parts=parts, turns=layer.turns
         )
     turns = layer.turns and layer.turns.moved(first, end)
-    return replace(layer, num_dropped=0, turns=turns)
+    return replace(layer, num_dropped=0, turns=turns, evicted_at=0)
 
 
 def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any, of: Any) -> None:
