@@ -364,10 +364,13 @@ cdef class LayerStore:
         self._take(handle)
 
     def binding(self):
-        return self._opened()
+        cdef _Handle handle = self._opened()
+        return handle, kvedge_layer_len(handle.layer)
 
     def rebind(self, binding):
-        self._take(binding)
+        cdef _Handle handle = binding[0]
+        kvedge_layer_set_len(handle.layer, binding[1])
+        self._take(handle)
 
     def filled(self, int64_t position, int64_t num_tokens):
         """Rows were copied to the slabs, within capacity."""

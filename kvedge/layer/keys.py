@@ -121,11 +121,10 @@ def return_to(store: LayerStore, before: Mark) -> None:
 @contextlib.contextmanager
 def whole_or_nothing(stores: Iterable[LayerStore], n: int, start: int) -> Iterator[None]:
     """Undo all where a block that stores `n` tokens from index `start` on is broken off."""
-    marks = [(store, len(store), mark(store, n, start)) for store in stores]
+    marks = [(store, mark(store, n, start)) for store in stores]
     try:
         yield
     except BaseException:
-        for store, length, before in marks:
-            store.set_len(length)
+        for store, before in marks:
             return_to(store, before)
         raise

@@ -81,10 +81,10 @@ class LayerStore(Protocol):
         """Move to other slabs, which hold the same tokens from row 0 on, keys as in a map."""
 
     def binding(self) -> object:
-        """Slabs, key map and what they hold, for `rebind`."""
+        """Slabs, key map and how many tokens they hold, for `rebind`."""
 
     def rebind(self, binding: object) -> None:
-        """Be as it was; only tokens were appended, and slabs and key map set, since."""
+        """Be as it was but for the parts; tokens were appended, taken back and bound since."""
 
     def drop(self, n: int) -> None:
         """Drop the first `n` tokens."""
