@@ -101,7 +101,7 @@ def contents(cache):
         layer = cache.layer(i)
         arrays = [cache.k(i), cache.v(i), layer.key_codes, layer.value_codes]
         arrays += [layer.key_scales, layer.value_scales]
-        if len(layer):
+        if len(layer) >= (layer.num_dropped and layer.window or 1):
             n = 1 if layer.window else min(3, len(layer))
             query = np.random.default_rng(1).standard_normal((n, 4, D))
             arrays += [cache.attend(i, query.astype(np.float32))]
@@ -203,7 +203,7 @@ class CopiesMachine(RuleBasedStateMachine):
                 cache.truncate(n)
                 cache.restore(mark)
 
-    @precondition(lambda self: self.is_whole)
+    @precondition(lambda self: not self.gone and not self.caches[0].layer(1).num_dropped)
     @rule(data=st.data(), memory_from=refusals, delta=st.integers(-3, 3))
     def keep(self, data, memory_from, delta):
         n = self.tokens.shape[1]
@@ -214,7 +214,7 @@ class CopiesMachine(RuleBasedStateMachine):
         self.tokens = self.tokens[:, kept]
         self.shift(delta, start, None, memory_from)
 
-    @precondition(lambda self: self.is_whole)
+    @precondition(lambda self: not self.gone)
     @rule(
         delta=st.integers(-50, 50), start=st.integers(0, 99), n=st.integers(0, 99) | st.none(),
         memory_from=refusals,
