@@ -75,7 +75,32 @@ static void free_job(kvedge_job *job) {
   free(job);
 }
 
+#if defined(_WIN32) /* it has neither fork nor signals */
+static void watch_forks(void) {}
+#else
+/* A forked child has no helpers, and may have been forked in the middle of anything. */
+static void forget_after_fork(void) {
+  pthread_mutex_init(&pool.lock, NULL);
+  pthread_cond_init(&pool.wake, NULL);
+  pthread_cond_init(&pool.left, NULL);
+  pool.num_helpers = 0;
+  pool.current = NULL;
+  pool.spare = NULL;
+  atomic_store(&pool.stragglers, 0);
+}
+
+static void install_fork_handler(void) { pthread_atfork(NULL, NULL, forget_after_fork); }
+
+/* Before the lock is taken for the first time: a child of a thread that forks while another holds it, helpers or not,
+ * would wait for ever. */
+static void watch_forks(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, install_fork_handler);
+}
+#endif
+
 kvedge_job *kvedge_job_take(size_t bytes) {
+  watch_forks();
   pthread_mutex_lock(&pool.lock);
   kvedge_job *job = pool.spare;
   pool.spare = NULL;
@@ -187,25 +212,10 @@ static void start_threads(int wanted) {
 }
 
 /* Starts helpers until there are `wanted`, as far as the system allows; pool.lock is held. */
-#if defined(_WIN32) /* it has neither fork nor signals */
+#if defined(_WIN32)
 static void start_helpers(int wanted) { start_threads(wanted); }
 #else
-/* A forked child has no helpers, and may have been forked in the middle of anything. */
-static void forget_after_fork(void) {
-  pthread_mutex_init(&pool.lock, NULL);
-  pthread_cond_init(&pool.wake, NULL);
-  pthread_cond_init(&pool.left, NULL);
-  pool.num_helpers = 0;
-  pool.current = NULL;
-  pool.spare = NULL;
-  atomic_store(&pool.stragglers, 0);
-}
-
-static void install_fork_handler(void) { pthread_atfork(NULL, NULL, forget_after_fork); }
-
 static void start_helpers(int wanted) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, install_fork_handler);
   sigset_t all, old;
   sigfillset(&all); /* signals are the caller's threads' business */
   pthread_sigmask(SIG_SETMASK, &all, &old);

@@ -331,7 +331,7 @@ cdef class LayerStore:
         length = kvedge_layer_range(handle.layer, &start)
         return handle.dropped + start + length
 
-    cpdef bint key_map_is_open(self):
+    cdef bint key_map_is_open(self) except -1:
         """Whether the next tokens may decide it."""
         cdef _Handle handle
         cdef int64_t start, end

@@ -253,7 +253,7 @@ def append_batch(layers, keys, values, *, layout="nhd"):
     marks = []
     try:
         for each, rows in zip(made, dense_keys):
-            if each.key_map_is_open() and len(rows):
+            if (<LayerStore>each).key_map_is_open() and len(rows):
                 marks.append((each, layer_keys.mark(each)))
                 layer_keys.decide(each, rows)
         _store_batch(made, keys, values, &key_rows, &value_rows, layout)
