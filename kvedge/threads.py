@@ -24,7 +24,19 @@ VARIABLE = "KVEDGE_NUM_THREADS"
 
 _num_threads: int | None = None  # None until someone asks or sets
 _listener: Callable[[int], None] | None = None  # the backend, which keeps its own copy in C
-_setting = threading.Lock()  # held while the number and its copy change
+
+
+def lock_over_forks() -> threading.Lock:
+    """Make a lock that is free in a forked child, where no thread is left to release it."""
+    made = threading.Lock()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=made.acquire, after_in_parent=made.release, after_in_child=made.release
+        )
+    return made
+
+
+_setting = lock_over_forks()  # held while the number and its copy change
 
 
 def get_num_threads() -> int:

@@ -75,7 +75,36 @@ static void free_job(kvedge_job *job) {
   free(job);
 }
 
+static _Atomic uint32_t num_forks;
+uint32_t kvedge_process(void) { return atomic_load_explicit(&num_forks, memory_order_relaxed); }
+
+#if defined(_WIN32) /* it has neither fork nor signals */
+void kvedge_watch_forks(void) {}
+#else
+/* A forked child has no helpers, and may have been forked in the middle of anything. */
+static void forget_after_fork(void) {
+  pthread_mutex_init(&pool.lock, NULL);
+  pthread_cond_init(&pool.wake, NULL);
+  pthread_cond_init(&pool.left, NULL);
+  pool.num_helpers = 0;
+  pool.current = NULL;
+  pool.spare = NULL;
+  atomic_store(&pool.stragglers, 0);
+  atomic_fetch_add(&num_forks, 1);
+}
+
+static void install_fork_handler(void) { pthread_atfork(NULL, NULL, forget_after_fork); }
+
+/* Before the lock is taken for the first time: a child of a thread that forks while another holds it, helpers or not,
+ * would wait for ever. */
+void kvedge_watch_forks(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  pthread_once(&once, install_fork_handler);
+}
+#endif
+
 kvedge_job *kvedge_job_take(size_t bytes) {
+  kvedge_watch_forks();
   pthread_mutex_lock(&pool.lock);
   kvedge_job *job = pool.spare;
   pool.spare = NULL;
@@ -186,35 +215,11 @@ static void start_threads(int wanted) {
   pthread_attr_destroy(&attributes);
 }
 
-static _Atomic uint32_t num_forks;
-uint32_t kvedge_process(void) { return atomic_load_explicit(&num_forks, memory_order_relaxed); }
-
 /* Starts helpers until there are `wanted`, as far as the system allows; pool.lock is held. */
-#if defined(_WIN32) /* it has neither fork nor signals */
+#if defined(_WIN32)
 static void start_helpers(int wanted) { start_threads(wanted); }
-void kvedge_watch_forks(void) {}
 #else
-/* A forked child has no helpers, and may have been forked in the middle of anything. */
-static void forget_after_fork(void) {
-  pthread_mutex_init(&pool.lock, NULL);
-  pthread_cond_init(&pool.wake, NULL);
-  pthread_cond_init(&pool.left, NULL);
-  pool.num_helpers = 0;
-  pool.current = NULL;
-  pool.spare = NULL;
-  atomic_store(&pool.stragglers, 0);
-  atomic_fetch_add(&num_forks, 1);
-}
-
-static void install_fork_handler(void) { pthread_atfork(NULL, NULL, forget_after_fork); }
-
-void kvedge_watch_forks(void) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, install_fork_handler);
-}
-
 static void start_helpers(int wanted) {
-  kvedge_watch_forks();
   sigset_t all, old;
   sigfillset(&all); /* signals are the caller's threads' business */
   pthread_sigmask(SIG_SETMASK, &all, &old);

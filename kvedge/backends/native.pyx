@@ -24,6 +24,7 @@ cdef dict _DEFAULTS = {}  # of the options of attend, by their names
 cdef enum:
     _KEEP_GIL = 1 << 14
     _MAX_THREADS = 1024
+    _LEAST_TOKENS = 16  # kvedge.core.key_map.LEAST_TOKENS
 
 
 # ---- the library --------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ cdef class LayerStore:
 
     cdef _Handle _handle                # read through _opened, replaced by _take
     cdef public bint frozen             # belongs to a KVCache, which alone may change it
-    cdef public bint key_map_is_open    # the next append may decide it
+    cdef public bint key_map_is_auto    # first tokens may decide it
     cdef public object key_rule         # KeyRule: what of the key map the first tokens decide
     cdef bint _writing                  # a thread is appending: _begin_writing
     cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
@@ -257,7 +258,7 @@ cdef class LayerStore:
     def open(self, config, slabs=None):
         self._take(None)
         self.parts = self.turns = None
-        self.frozen = self.key_map_is_open = False
+        self.frozen = self.key_map_is_auto = False
         self.evicted_at = 0
         self.key_rule = KeyRule()
         self._num_kv_heads = config.num_kv_heads
@@ -333,6 +334,17 @@ cdef class LayerStore:
         length = kvedge_layer_range(handle.layer, &start)
         return handle.dropped + start + length
 
+    cdef bint key_map_is_open(self) except -1:
+        """Whether the next tokens may decide it."""
+        cdef _Handle handle
+        cdef int64_t start, end
+        if not self.key_map_is_auto:
+            return False
+        handle = self._opened()
+        end = kvedge_layer_range(handle.layer, &start)
+        end += handle.dropped + start
+        return end < _LEAST_TOKENS and self.key_rule.is_open(handle.key_map, end)
+
     def written(self):
         return kvedge_layer_written(self._opened().layer)
 
@@ -355,10 +367,13 @@ cdef class LayerStore:
         self._take(handle)
 
     def binding(self):
-        return self._opened()
+        cdef _Handle handle = self._opened()
+        return handle, kvedge_layer_len(handle.layer)
 
     def rebind(self, binding):
-        self._take(binding)
+        cdef _Handle handle = binding[0]
+        kvedge_layer_set_len(handle.layer, binding[1])
+        self._take(handle)
 
     def filled(self, int64_t position, int64_t num_tokens):
         """Rows were copied to the slabs, within capacity."""
@@ -377,15 +392,17 @@ cdef class LayerStore:
     def drop(self, int64_t n):
         kvedge_layer_drop_first(self._opened().layer, n)
 
-    def restart(self, int64_t num_dropped=0):
+    def restart(self, int64_t num_dropped=0, parts=None):
         cdef _Handle handle = self._opened()
+        if self.parts is not None and parts is None:
+            parts = self.parts.empty(num_dropped)
         kvedge_layer_set_len(handle.layer, 0)
         kvedge_layer_compact(handle.layer)
         handle.dropped = num_dropped
         self.evicted_at = 0
         self.turns = None
         if self.parts is not None:
-            self.parts.restart(num_dropped)
+            self.parts.now = parts
 
     def set_key_map(self, key_map):
         # A C layer takes it only while it is empty: so this makes another over the same slabs.
@@ -397,9 +414,10 @@ cdef class LayerStore:
 
     # ---- removing and moving ---------------------------------------------------------------------
 
-    def keep(self, indices):
-        cdef _Handle handle = self._opened()
-        cdef cnp.ndarray tokens = np.ascontiguousarray(indices, np.int64)
+    def keeping(self, indices):
+        return partial(self._keep, self._opened(), np.ascontiguousarray(indices, np.int64))
+
+    def _keep(self, _Handle handle, cnp.ndarray tokens):
         cdef const int64_t *positions = <const int64_t *>cnp.PyArray_DATA(tokens)
         cdef int64_t num_tokens = tokens.shape[0]
         cdef kvedge_status status
@@ -486,7 +504,7 @@ cdef class LayerStore:
                 handle is not None and self.parts is None and self.turns is None
                 and not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
                 and num_tokens <= self._limit - kvedge_layer_len(handle.layer)
-                and not self.key_map_is_open
+                and not self.key_map_is_open()
             ):
                 stored = kvedge_layer_append(
                     handle.layer, _floats(keys), _floats(values), num_tokens) == KVEDGE_OK
@@ -557,19 +575,20 @@ cdef class LayerStore:
         int64_t num_tokens, many, layout
     ):
         cdef kvedge_status status
-        cdef bint decides = self.key_map_is_open and num_tokens > 0
+        cdef bint decides = num_tokens > 0 and self.key_map_is_open()
         cdef _Array turned
         cdef kvedge_array turned_rows
-        if self.turns is not None and num_tokens > 0:
-            keys, values = self._checked(keys, values, many, layout)
-            keys = turned_back(self, keys, self.end())
-            many, layout = True, _NHD
-            _read_ndarray(<cnp.ndarray>keys, &turned)
-            _insert_axis(&turned, 0)
-            turned_rows = _rows_of(&turned, 0)
-            key_rows = &turned_rows
+        turns = self.turns
         before = layer_keys.mark(self) if decides else None
         try:
+            if turns is not None and num_tokens > 0:
+                keys, values = self._checked(keys, values, many, layout)
+                keys = turned_back_next(self, keys)
+                many, layout = True, _NHD
+                _read_ndarray(<cnp.ndarray>keys, &turned)
+                _insert_axis(&turned, 0)
+                turned_rows = _rows_of(&turned, 0)
+                key_rows = &turned_rows
             if decides:
                 rows, _ = self._checked(keys, values, many, layout)
                 layer_keys.decide(self, rows)
@@ -585,6 +604,7 @@ cdef class LayerStore:
             if status != KVEDGE_OK:
                 raise KvedgeError(kvedge_strerror(status).decode())
         except BaseException:
+            self.turns = turns
             if decides:
                 layer_keys.return_to(self, before)
             raise
@@ -993,7 +1013,8 @@ def bind():
     global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
     global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
     global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
-    global turned, turned_back, _attend_and_note
+    global partial, turned, turned_back_next, _attend_and_note
+    from functools import partial
     from inspect import signature
 
     from kvedge import batch as _batch
@@ -1008,7 +1029,7 @@ def bind():
     from kvedge.layer import room
     from kvedge.layer.layer import KvLayer
     from kvedge.layer.parts import ranges_of, parts_of
-    from kvedge.layer.reading import turned_back
+    from kvedge.layer.reading import turned_back_next
     from kvedge.layer.types import layer_classes
     from kvedge.paged.store import BlockStoreMethods
     from kvedge.rope import query_turns, to_float32, turned

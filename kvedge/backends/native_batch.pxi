@@ -234,7 +234,7 @@ def append_batch(layers, keys, values, *, layout="nhd"):
     for each in made:
         layer = <LayerStore>each
         layer._opened()
-        decides = decides or layer.key_map_is_open
+        decides = decides or layer.key_map_is_open()
         right = right and not layer.frozen
         in_parts = in_parts or layer.parts is not None or layer.turns is not None
     if in_parts:
@@ -253,7 +253,7 @@ def append_batch(layers, keys, values, *, layout="nhd"):
     marks = []
     try:
         for each, rows in zip(made, dense_keys):
-            if each.key_map_is_open and len(rows):
+            if (<LayerStore>each).key_map_is_open() and len(rows):
                 marks.append((each, layer_keys.mark(each)))
                 layer_keys.decide(each, rows)
         _store_batch(made, keys, values, &key_rows, &value_rows, layout)

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvedge.cache.state import CacheState
 from kvedge.core import checks, memory
+from kvedge.core.key_map import LEAST_TOKENS
 from kvedge.core.types import Array, Layout
 from kvedge.errors import CapacityExceededError, OutOfMemoryError
 from kvedge.layer.keys import mark, return_to
@@ -53,7 +54,7 @@ def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
     marks = [
         (store, mark(store, int(overwrites)))
         for store in state.stores
-        if overwrites or store.key_map_is_open or store.parts is not None
+        if overwrites or store.parts is not None or (store.key_map_is_auto and start < LEAST_TOKENS)
     ]
     try:
         for store, key, value in zip(state.stores, keys, values, strict=True):

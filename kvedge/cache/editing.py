@@ -40,8 +40,7 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
     if moved.size == 0:
         state.set_length(len(positions))
         return
-    for store in state.stores:
-        editing.keep(store, positions)
+    editing.keep(state.stores, positions)
     state.overwrites.add(int(moved[0]))
     state.high_water = [len(positions)] * state.num_layers
     state.length = len(positions)
@@ -98,10 +97,12 @@ def shift(
         one = rope if ropes is None else ropes[index]
         if ropes is None or one is not None:
             turned.append((store, one))
-    for store, one in turned:
-        shifts.check_shift(store, delta, one, *_held_range(store, start, stop))
-    for store, one in turned:
-        shifts.shift(store, delta, one, *_held_range(store, start, stop))
+    shifts.owe(
+        [
+            (store, shifts.check_shift(store, delta, one, *_held_range(store, start, stop)))
+            for store, one in turned
+        ]
+    )
     if delta and start < stop:
         state.overwrites.add(start)
 

@@ -10,6 +10,7 @@ import numpy as np
 from kvedge.cache.state import CacheState
 from kvedge.core import checks
 from kvedge.core.config import LayerConfig
+from kvedge.core.key_map import KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import (
@@ -19,7 +20,7 @@ from kvedge.errors import (
     ShapeMismatchError,
 )
 from kvedge.files.contents import CacheContents
-from kvedge.layer.keys import mark, return_to, store_as
+from kvedge.layer.keys import store_as, whole_or_nothing
 from kvedge.layer.parts import parts_of_range
 from kvedge.layer.reading import read_blocks, read_sides, turned_back
 from kvedge.layer.room import set_end
@@ -112,8 +113,7 @@ def _requantized(state: CacheState, other: CacheState) -> CacheState:
     made = extract(state, 0, 0)
     if state.length:
         for store, mine in zip(made.stores, state.stores, strict=True):
-            rule = mine.key_rule._replace(scale_is_settled=True)
-            store_as(store, mine.key_map, rule)
+            store_as(store, mine.key_map, KeyRule())
     _store_anew(made, other, 0, other.length)
     return made
 
@@ -143,11 +143,21 @@ def _write(state: CacheState, contents: CacheContents, start: int, other: CacheS
             f"{start} to {start + n}"
         )
     state.make_room(length - state.length)
-    _write_all_runs(state, start, length, other, n)
+    with whole_or_nothing(state.stores, n, start):
+        _write_layers(state, contents, start, length, other)
     if start < max(state.high_water):
         state.overwrites.add(start)
-    for store, tokens in zip(state.stores, contents.layers, strict=True):
+    state.high_water = [length] * state.num_layers
+    state.length = length
+
+
+def _write_layers(
+    state: CacheState, contents: CacheContents, start: int, length: int, other: CacheState
+) -> None:
+    n = contents.length
+    for store, tokens, given in zip(state.stores, contents.layers, other.stores, strict=True):
         if store.config.in_runs:
+            _write_runs(store, start, length, given, n)
             continue
         set_end(store, start)  # a store looks anew at the rows that it gets back below
         held, parts, before = store.held(), store.parts, None
@@ -165,26 +175,6 @@ def _write(state: CacheState, contents: CacheContents, start: int, other: CacheS
                 start, start + n, tokens.turns or NO_TURNS, 0, ends=start + n == length
             )
             store.turns = turns or None
-    state.high_water = [length] * state.num_layers
-    state.length = length
-
-
-def _write_all_runs(state: CacheState, start: int, length: int, other: CacheState, n: int) -> None:
-    """Put tokens into all layers of runs, or into none where one cannot store them."""
-    pairs = [
-        (to, store)
-        for to, store in zip(state.stores, other.stores, strict=True)
-        if to.config.in_runs
-    ]
-    marks = [(to, mark(to, n, start)) for to, _ in pairs]
-    try:
-        for to, store in pairs:
-            _write_runs(to, start, length, store, n)
-    except BaseException:
-        for to, before in marks:
-            set_end(to, state.length)
-            return_to(to, before)
-        raise
 
 
 def _write_runs(to: LayerStore, start: int, length: int, store: LayerStore, n: int) -> None:

@@ -25,7 +25,7 @@ from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.layer import keys
 from kvedge.layer.layer import KvLayer, new_layer, store_of
 from kvedge.layer.parts import contents_of
-from kvedge.layer.room import first_rows, keeps, reserve, room_until, set_end
+from kvedge.layer.room import first_rows, keeps, reserve, restarts, room_until, set_end
 from kvedge.layer.store import LayerStore, PartContents
 from kvedge.rope import Turns
 from kvedge.states.layer import StateLayer, config_of, empty_state, own, put, reset
@@ -37,8 +37,9 @@ __all__ = ["Adopted", "CacheState", "LayerTypes", "contents_of_stores", "layer_n
 
 LayerTypes: TypeAlias = Mapping[str, type[KvLayer]]  # a backend's, by their dtype
 #: Of a layer whose bytes were put into the slabs from row 0 on: tokens, how keys are stored, tokens
-#: dropped before them, what is held in another format too, what keys are still to be turned by.
-Adopted: TypeAlias = "tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]"
+#: dropped before them, what is held in another format too, what keys are still to be turned by,
+#: where tokens were evicted last (0: at the end).
+Adopted: TypeAlias = "tuple[int, KeyMap, int, Sequence[PartContents], Turns | None, int]"
 
 
 class CacheState:
@@ -261,16 +262,17 @@ class CacheState:
 
     def set_length(self, length: int) -> None:
         """Go to a position that all layers of keys and values keep; states at 0 begin anew."""
+        empty = [  # all memory first
+            store.parts.empty(0) if store.parts is not None and restarts(store, length) else None
+            for store in self.stores
+        ]
         if not length:
             for state in self.states:
                 reset(state)
-        if not length and any(store.held().num_dropped for store in self.stores):
+        if any(restarts(store, length) for store in self.stores):
             self.forget_bytes()
-        for index, store in self.numbered():
-            set_end(store, length)
-            if keys.gone_back(store):
-                self.overwrites.add(length)
-                self.high_water[index] = length
+        for store, parts in zip(self.stores, empty, strict=True):
+            set_end(store, length, parts)
         self.length = length
 
     def forget_bytes(self) -> None:
@@ -385,13 +387,13 @@ class CacheState:
                 reserve(store, max(0, tokens.num_tokens - len(store)))
             except CapacityExceededError as error:
                 raise self.no_room(index, error) from None
-        if any(self.high_water):
-            self.overwrites.add(0)
-        for store, tokens in zip(self.stores, contents.layers, strict=True):
-            memory.copy_tokens(tokens.arrays, store.slabs, tokens.num_tokens)
         self.adopt(
             contents.length,
-            [(t.num_tokens, t.key_map, t.num_dropped, t.parts, t.turns) for t in contents.layers],
+            [
+                (t.num_tokens, t.key_map, t.num_dropped, t.parts, t.turns, t.evicted_at)
+                for t in contents.layers
+            ],
+            [t.arrays for t in contents.layers],
         )
         self.put_states(contents.states)
 
@@ -400,20 +402,31 @@ class CacheState:
         for state, other in zip(self.states, states, strict=True):
             put(state, other.arrays.values(), other.position)
 
-    def adopt(self, length: int, layers: Sequence[Adopted]) -> None:
-        """Take over bytes that were put into the slabs of each layer."""
-        for store, (tokens, key_map, dropped, parts, turns) in zip(
-            self.stores, layers, strict=True
+    def adopt(
+        self,
+        length: int,
+        layers: Sequence[Adopted],
+        arrays: Sequence[Sequence[np.ndarray]] | None = None,
+    ) -> None:
+        """Take over bytes that were put into the slabs of each layer, or those of arrays."""
+        made = [  # all memory first
+            None if store.parts is None else store.parts.filled(parts, dropped, dropped + tokens)
+            for store, (tokens, _, dropped, parts, *_) in zip(self.stores, layers, strict=True)
+        ]
+        if arrays is not None:
+            if any(self.high_water):
+                self.overwrites.add(0)
+            for store, of_layer in zip(self.stores, arrays, strict=True):
+                memory.copy_tokens(of_layer, store.slabs, len(of_layer[0]))
+        for store, own, (tokens, key_map, dropped, _, turns, evicted_at) in zip(
+            self.stores, made, layers, strict=True
         ):
-            store.restart(dropped)  # a store forgets what it knew of the old bytes
-            rule = keys.rule_of(store, self.key_rule).held_by(key_map, tokens + dropped)
-            keys.store_as(store, key_map, rule)
+            store.restart(dropped, own)  # a store forgets what it knew of the old bytes
+            keys.store_as(store, key_map, keys.rule_of(store, self.key_rule))
             store.set_len(tokens)
-            if store.parts is not None:
-                store.parts.fill(parts, dropped, dropped + tokens)
             store.turns = turns
             if dropped and store.config.window is None:  # what is left is taken for all there is
-                store.evicted_at = dropped + tokens
+                store.evicted_at = evicted_at or dropped + tokens
         self.has_evicted = any(store.evicted_at for store in self.stores)
         self.high_water = self.ends()
         self.length = length
@@ -449,6 +462,7 @@ def contents_of_stores(
                 num_dropped=dropped,
                 parts=parts,
                 turns=store.turns if n else None,
+                evicted_at=store.evicted_at,
             )
         )
     return CacheContents(form, length, tuple(layers), states)

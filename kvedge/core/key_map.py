@@ -23,7 +23,6 @@ __all__ = [
     "NO_MAP",
     "KeyMap",
     "KeyRule",
-    "KeysBefore",
     "key_offset_of",
     "key_scale_of",
     "same_vector",
@@ -87,34 +86,16 @@ def same_vector(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return np.array_equal(one, other)
 
 
-class KeysBefore(NamedTuple):
-    """The first keys of a layer as they were stored until its scale was settled, and as since.
+class KeyRule(NamedTuple):
+    """What of a layer's key map its first tokens decide.
 
-    Going back to so few tokens gives them back, and what a longer text decided is forgotten.
+    Whether they still may is told by the layer's map and position alone, so a copy goes on as its
+    original does, and one that has gone back as one that has never been further.
     """
 
-    key_map: KeyMap
-    rows: tuple[np.ndarray, np.ndarray]  # codes and scales, fewer than LEAST_TOKENS tokens
-    since: tuple[np.ndarray, np.ndarray]  # the same keys under the map that was settled
-
-    def knows(self, rows: tuple[np.ndarray, np.ndarray]) -> bool:
-        """Whether first rows are those that it has others for."""
-        n = len(rows[0])
-        return n <= len(self.rows[0]) and all(
-            np.array_equal(one, other[:n]) for one, other in zip(rows, self.since, strict=True)
-        )
-
-
-class KeyRule(NamedTuple):
-    """What of a layer's key map its first tokens decide."""
-
     auto_offset: bool = False  # at the first append
-    auto_scale: bool = False  # at the first append, and again where that had few tokens
-    scale_is_settled: bool = False  # the scale stays from now on
-    before: KeysBefore | None = None  # where that changed what was stored
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return KeyRule, tuple(self[: 3 if self.before is None else 4])  # as earlier versions read
+    auto_scale: bool = False  # at the first append, and again at that of token LEAST_TOKENS
+    unused: bool = False  # in pickles of earlier versions
 
     @classmethod
     def of_any(cls, rules: Iterable[KeyRule]) -> KeyRule:
@@ -122,27 +103,19 @@ class KeyRule(NamedTuple):
         held = tuple(rules)
         return cls(any(rule.auto_offset for rule in held), any(rule.auto_scale for rule in held))
 
-    def is_open(self, key_map: KeyMap) -> bool:
-        """Whether the next append may change the map."""
-        return (self.auto_offset and key_map.offset is None) or (
-            self.auto_scale and not self.scale_is_settled
-        )
+    def is_open(self, key_map: KeyMap, end: int) -> bool:
+        """Whether tokens that are appended at a position may change the map.
+
+        What others were stored without they do not get.
+        """
+        if not end:
+            return self.auto_scale or (self.auto_offset and key_map.offset is None)
+        return self.auto_scale and key_map.scale is not None and end < LEAST_TOKENS
 
     def given_of(self, key_map: KeyMap) -> KeyMap:
         """The map without what tokens have decided."""
         return KeyMap(
             None if self.auto_offset else key_map.offset, None if self.auto_scale else key_map.scale
-        )
-
-    def held_by(self, key_map: KeyMap, tokens: int) -> KeyRule:
-        """The rule of a layer that comes with so many tokens, stored as in `key_map`.
-
-        What they were stored without they do not get at the next append.
-        """
-        return KeyRule(
-            self.auto_offset and (key_map.offset is not None or tokens == 0),
-            self.auto_scale and (key_map.scale is not None or tokens == 0),
-            tokens >= LEAST_TOKENS,
         )
 
 

@@ -151,7 +151,7 @@ class ShardedKVCache(ShardedFacts):
         state = state_of(self._part)
         for index, store in enumerate(state.stores):
             rule = rule_of(store, state.key_rule)
-            self._first[index] = FirstTokens(store, rule) if rule.is_open(store.key_map) else None
+            self._first[index] = FirstTokens(store, rule) if rule.is_open(store.key_map, 0) else None
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class ShardedKVCache(ShardedFacts):
         if not n:
             return
         first = self._first[index]
-        if first is None:
+        if first is None or not first.is_open:
             check_storable(part.config, part.key_map, keys, values)
         else:
             first.take(keys, values)  # which checks them as well
@@ -197,8 +197,6 @@ class ShardedKVCache(ShardedFacts):
             self._part.append(index, keys, values)
         elif len(mine):
             self._part.append(index, keys[mine], values[mine])
-        if first is not None and not first.is_open:
-            self._first[index] = None
         if start < self._high_water[index]:
             self._overwrites.add(start)
         self._ends[index] = self._high_water[index] = start + n
@@ -264,7 +262,7 @@ class ShardedKVCache(ShardedFacts):
         self._check_room(0, 1)
         for index, store in enumerate(state_of(self._part).stores):
             first, row = self._first[index], slice(index, index + 1)
-            if first is None:
+            if first is None or not first.is_open:
                 check_storable(store.config, store.key_map, keys[row], values[row])
             else:
                 first.check(keys[row], values[row])

@@ -239,7 +239,7 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
             for slab, stored in zip(store.slabs, held.slabs, strict=True):
                 slab[to] = stored[held.start + rows]
     assert part is not None
-    part.adopt(tokens, [(tokens, key_map, 0, (), None) for key_map in maps])
+    part.adopt(tokens, [(tokens, key_map, 0, (), None, 0) for key_map in maps])
     return cache_over(KVCache, part)
 
 

@@ -27,7 +27,7 @@ def close(store: LayerStore) -> None:
 
 
 class FirstTokens:
-    """A layer's first tokens, all of them, until how keys are stored is settled."""
+    """A layer's first tokens, as many as decide how keys are stored."""
 
     def __init__(self, part: LayerStore, rule: KeyRule) -> None:
         """Begin for an empty layer of a part, by the rule that it would have alone."""
@@ -38,7 +38,8 @@ class FirstTokens:
     @property
     def is_open(self) -> bool:
         """Whether the next tokens may change how keys are stored."""
-        return self._whole.key_map_is_open
+        whole = self._whole
+        return whole.key_rule.is_open(whole.key_map, len(whole))
 
     def take(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Decide by tokens that are appended next, and let the part store keys so.
@@ -74,17 +75,17 @@ class FirstTokens:
             layer_keys.return_to(self._whole, mark)
 
     def _decide(self, keys: np.ndarray, values: np.ndarray) -> None:
-        whole = self._whole
-        if len(whole) + len(keys) < LEAST_TOKENS:  # to be decided again, perhaps
-            whole.append(keys, values)
-        else:
-            layer_keys.decide(whole, keys)
-            check_storable(whole.config, whole.key_map, keys, values)
+        whole, rule = self._whole, self._whole.key_rule
+        layer_keys.decide(whole, keys)
+        check_storable(whole.config, whole.key_map, keys, values)
+        layer_keys.store_as(whole, whole.key_map, KeyRule())
+        few = LEAST_TOKENS - len(whole)
+        whole.append(keys[:few], values[:few])
+        layer_keys.store_as(whole, whole.key_map, rule)
 
     def go_to(self, n: int) -> None:
-        """Hold the first n tokens, back or forward again, while they decide anything."""
-        if self.is_open:
-            self._whole.set_len(n)
+        """Hold the first n tokens, back or forward again."""
+        self._whole.set_len(min(n, self._whole.written()))
 
     def copy(self, part: LayerStore) -> FirstTokens:
         """The same for a copy of the part's layer."""

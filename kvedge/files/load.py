@@ -107,7 +107,7 @@ class _Cache(Protocol):
     def adopt(
         self,
         length: int,
-        layers: list[tuple[int, KeyMap, int, Sequence[PartContents], Turns | None]],
+        layers: list[tuple[int, KeyMap, int, Sequence[PartContents], Turns | None, int]],
     ) -> None: ...
 
 
@@ -170,7 +170,7 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
     of_states = {name: one for name, one in tensors.items() if name.startswith(STATES)}
     tensors = {name: one for name, one in tensors.items() if name not in of_states}
     states = _read_states(path, of_states)
-    form, length, max_seq_len, dropped = _read_fields(path, fields, states)
+    form, length, max_seq_len, dropped, evicted_at = _read_fields(path, fields, states)
     tokens = [length - num_dropped for num_dropped in dropped]
     type_of = file_types(fields, {name: one.dtype for name, one in of_states.items()})
     _check_tensors(path, tensors, form, tokens, dropped, type_of)
@@ -214,7 +214,7 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
             stored = part.arrays.side(False, _config_of(config, name))
             _check_key_map(path, index, store.config, stored, part.key_map)
     turns = _read_turns(path, fields.get(KEY_TURNS), form)
-    cache.adopt(length, list(zip(tokens, maps, dropped, parts, turns, strict=True)))
+    cache.adopt(length, list(zip(tokens, maps, dropped, parts, turns, evicted_at, strict=True)))
     for state in cache.states:
         state.advance(length)
     return cache
@@ -321,8 +321,8 @@ def _read_states(path: str, tensors: Mapping[str, _Tensor]) -> tuple[tuple[int, 
 
 def _read_fields(
     path: str, fields: Mapping[str, str], states: tuple[tuple[int, StateConfig], ...]
-) -> tuple[CacheFormat, int, int | None, list[int]]:
-    """Format, length, max_seq_len, and how many tokens each layer has dropped."""
+) -> tuple[CacheFormat, int, int | None, list[int], list[int]]:
+    """Format, length, max_seq_len, how many tokens each layer has dropped, and where."""
     if fields.get("format") != FORMAT:
         _corrupt(path, "it is a safetensors file, but not of a kvedge cache")
     if fields.get("format_version") not in (VERSION, VERSION_OF_RUNS, VERSION_OF_STATES):
@@ -385,7 +385,7 @@ def _read_fields(
         most = MAX_CAPACITY if max_seq_len is None else max_seq_len
         if not states or not length <= most <= MAX_CAPACITY or max_seq_len == 0:
             _corrupt(path, f"it holds {length} tokens in no layer, or beyond its max_seq_len")
-        return CacheFormat((), states), length, max_seq_len, []
+        return CacheFormat((), states), length, max_seq_len, [], []
     try:
         config = checks.layer_config(
             fields["dtype"],
@@ -407,9 +407,9 @@ def _read_fields(
         _corrupt(path, f"its group_size is {fields['group_size']}, beyond its rows")
     if max_seq_len is not None and length > max_seq_len:
         _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
-    configs, dropped = [config] * num_layers, [0] * num_layers
+    configs, dropped, evicted_at = [config] * num_layers, [0] * num_layers, [0] * num_layers
     if LAYERS in fields:
-        configs, dropped = _read_layers(path, fields[LAYERS], config, num_layers, length)
+        configs, dropped, evicted_at = _read_layers(path, fields[LAYERS], config, num_layers, length)
     form = CacheFormat.of(configs, states)
     if fields["format_version"] != version_of(form):
         _corrupt(
@@ -423,9 +423,9 @@ def _read_fields(
     if KEY_SCALE in fields and not any(config.has_auto_scale for config in form.layers):
         _corrupt(path, f"its {KEY_SCALE} is for formats of up to 8 bits, and it has none")
     # The text has to be that which these layers have: no other number, name or order will do.
-    if fields.get(LAYERS, "") != layers_field(form, dropped):
+    if fields.get(LAYERS, "") != layers_field(form, dropped, evicted_at):
         _corrupt(path, f"its {LAYERS} are not as kvedge writes them")
-    return form, length, max_seq_len, dropped
+    return form, length, max_seq_len, dropped, evicted_at
 
 
 def _check_no_layers(path: str, fields: Mapping[str, str]) -> None:
@@ -471,21 +471,21 @@ def _read_turns(path: str, text: str | None, form: CacheFormat) -> list[Turns | 
 
 def _read_layers(
     path: str, text: str, config: LayerConfig, num_layers: int, length: int
-) -> tuple[list[LayerConfig], list[int]]:
-    """Configs of layers that differ, and how many tokens each has dropped."""
+) -> tuple[list[LayerConfig], list[int], list[int]]:
+    """Configs of layers that differ, how many tokens each has dropped, and where."""
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError) as error:
         _corrupt(path, f"its {LAYERS} cannot be read: {type(error).__name__}: {error}", error)
     if not isinstance(listed, list) or len(listed) != num_layers:
         _corrupt(path, f"its {LAYERS} are not those of {num_layers} layers")
-    configs, dropped = [], []
+    configs, dropped, evicted_at = [], [], []
     for index, own in enumerate(listed):
         if not isinstance(own, dict):
             _corrupt(path, f"its {LAYERS} hold no mapping for layer {index}")
         own = dict(own)
         name = "evicted" if "evicted" in own else "dropped"
-        gone = own.pop(name, 0)
+        gone, at = own.pop(name, 0), own.pop("evicted_at", 0)
         dtype = own.get("dtype", config.dtype)
         value_dtype = own.pop(VALUE_DTYPE, config.value_dtype or "") or None
         has_scales = _have_scales(dtype, value_dtype)
@@ -515,9 +515,12 @@ def _read_layers(
             _corrupt(path, f"layer {index} cannot have {name} {str(gone)[:40]} of {length} tokens")
         if gone and name == "dropped" and (made.window is None or length - gone < made.window - 1):
             _corrupt(path, f"layer {index} has dropped {gone} of {length} tokens that it needs")
+        if type(at) is not int or (at and not (made.window is None and 0 < gone < at < length)):
+            _corrupt(path, f"layer {index} cannot have evicted at {str(at)[:40]}")
         configs.append(made)
         dropped.append(gone)
-    return configs, dropped
+        evicted_at.append(at)
+    return configs, dropped, evicted_at
 
 
 def _have_scales(*dtypes: Any) -> bool:

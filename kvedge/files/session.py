@@ -234,7 +234,11 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
         fields[KEY_SCALE] = AUTO
     if first.recent_dtype:
         fields.update({name: str(getattr(first, name)) for name in PART_OPTIONS})
-    text = layers_field(form, [layer.num_dropped for layer in contents.layers])
+    text = layers_field(
+        form,
+        [layer.num_dropped for layer in contents.layers],
+        [layer.evicted_at % max(contents.length, 1) for layer in contents.layers],
+    )
     if text:
         fields[LAYERS] = text
     text = turns_field([layer.turns for layer in contents.layers])
@@ -259,19 +263,22 @@ def turns_field(turns: Sequence[Turns | None]) -> str:
     return json.dumps(made, separators=(",", ":")) if any(layers) else ""
 
 
-def layers_field(form: CacheFormat, dropped: Sequence[int]) -> str:
-    """What each layer has that the file's own fields do not say of all; "" if that is nothing."""
+def layers_field(form: CacheFormat, dropped: Sequence[int], evicted_at: Sequence[int]) -> str:
+    """What each layer has that the file's own fields do not say of all; "" if that is nothing.
+
+    `evicted_at` are positions of the last evictions, 0 where that is the end.
+    """
     if not form.layers:
         return ""
-    common = _own_fields(replace(form.layers[0], window=None), 0)
+    common = _own_fields(replace(form.layers[0], window=None), 0, 0)
     layers = []
-    for config, num_dropped in zip(form.layers, dropped, strict=True):
-        own = _own_fields(config, num_dropped)
+    for config, num_dropped, at in zip(form.layers, dropped, evicted_at, strict=True):
+        own = _own_fields(config, num_dropped, at)
         layers.append({name: value for name, value in own.items() if value != common[name]})
     return json.dumps(layers, separators=(",", ":")) if any(layers) else ""
 
 
-def _own_fields(config: LayerConfig, dropped: int) -> dict[str, Any]:
+def _own_fields(config: LayerConfig, dropped: int, evicted_at: int) -> dict[str, Any]:
     return {
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -288,6 +295,7 @@ def _own_fields(config: LayerConfig, dropped: int) -> dict[str, Any]:
         # Tokens before the first that the layer holds; without a window those that went.
         "dropped": 0 if config.window is None else dropped,
         "evicted": dropped if config.window is None else 0,
+        "evicted_at": evicted_at,
     }
 
 

@@ -38,6 +38,7 @@ Stored = tuple[
     int,
     "tuple[PartContents, ...]",
     "Turns | None",
+    int,
 ]
 
 
@@ -71,15 +72,17 @@ def fill(
     num_dropped: int,
     parts: Sequence[PartContents],
     turns: Turns | None = None,
+    evicted_at: int = 0,
 ) -> None:
     """Take over the stored bytes of another layer; this one is empty."""
+    own = None
+    if store.parts is not None:
+        own = store.parts.filled(parts, num_dropped, num_dropped + len(tokens[0]))
+    store.restart(num_dropped, own)
     keys.store_as(store, key_map, rule)
-    store.restart(num_dropped)
     memory.copy_tokens(tokens, store.slabs, len(tokens[0]))
     store.set_len(len(tokens[0]))
-    if store.parts is not None:
-        store.parts.fill(parts, num_dropped, num_dropped + len(tokens[0]))
-    store.turns = turns
+    store.turns, store.evicted_at = turns, evicted_at
 
 
 def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
@@ -94,12 +97,9 @@ def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
     other = new_store(type(store), replace(config, capacity=rows))
     end = held.num_dropped + held.num_tokens
     parts = contents_of(held, config, held.num_dropped, end, copy=False)
-    key_map, rule, dropped = store.key_map, store.key_rule, held.num_dropped
-    if num_dropped is not None:
-        dropped = num_dropped
-        rule = rule.held_by(key_map, dropped + held.num_tokens)
-    fill(other, held.tokens, key_map, rule, dropped, parts, store.turns)
-    other.evicted_at = store.evicted_at
+    dropped = held.num_dropped if num_dropped is None else num_dropped
+    more = dropped, parts, store.turns, store.evicted_at
+    fill(other, held.tokens, store.key_map, store.key_rule, *more)
     return other
 
 
@@ -109,7 +109,8 @@ def stored(store: LayerStore) -> Stored:
     tokens = [np.array(rows) for rows in held.tokens]
     end = held.num_dropped + held.num_tokens
     parts = contents_of(held, config, held.num_dropped, end, copy=True)
-    return config, tokens, store.key_map, store.key_rule, held.num_dropped, parts, store.turns
+    more = held.num_dropped, parts, store.turns, store.evicted_at
+    return config, tokens, store.key_map, store.key_rule, *more
 
 
 class RowMark(NamedTuple):
@@ -117,23 +118,33 @@ class RowMark(NamedTuple):
 
     num_tokens: int
     last: PartContents | None  # the last tokens in their other format, which going on lets go
+    rows: PartContents | None  # all tokens, which more of them may have encoded anew
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        return 0 if self.last is None else sum(array.nbytes for array in self.last.arrays)
+        copies = [one for one in (self.last, self.rows) if one is not None]
+        return sum(array.nbytes for one in copies for array in one.arrays)
 
 
 def mark_of_row(store: LayerStore) -> RowMark:
     """Where a layer without a window is."""
     last = store.parts.last_contents() if isinstance(store.parts, LayerParts) else None
-    return RowMark(len(store), last)
+    rows = None
+    if store.key_rule.is_open(store.key_map, store.end()):
+        tokens = memory.Slabs(*(each.copy() for each in store.held().tokens))
+        rows = PartContents(tokens, store.key_map)
+    return RowMark(len(store), last, rows)
 
 
 def return_to_mark(store: LayerStore, mark: RowMark) -> None:
     """Go back to a mark; the layer has only been appended to since, and further back nothing."""
     store.set_len(mark.num_tokens)
+    if mark.rows is not None:
+        slabs = memory.reserve_slabs(store.config)
+        memory.copy_tokens(mark.rows.arrays, slabs, mark.num_tokens)
+        store.bind(slabs, store.config, mark.rows.key_map)
+        keys.store_as(store, mark.rows.key_map, store.key_rule)
     if mark.last is not None:
         assert isinstance(store.parts, LayerParts)
         store.parts.return_to_last(mark.last, store.end())
-    keys.gone_back(store)

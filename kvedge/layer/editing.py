@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvedge.layer import keys
-from kvedge.layer.reading import block_tokens
 from kvedge.layer.store import LayerStore
+from kvedge.rope import Turns
 
-__all__ = ["clear", "keep", "keep_rows"]
+__all__ = ["clear", "keep"]
 
 
 def clear(store: LayerStore) -> None:
@@ -17,42 +19,39 @@ def clear(store: LayerStore) -> None:
         store.restart()
     else:
         store.set_len(0)  # rows stay where they are: a cache may return to them
-    rule = store.key_rule._replace(scale_is_settled=False, before=None)
+    rule = store.key_rule
     if any(rule):
         store.turns = None  # no row is returned to
         keys.store_as(store, rule.given_of(store.key_map), rule)
 
 
-def keep(store: LayerStore, indices: np.ndarray) -> None:
-    """Keep what :func:`kvedge.core.checks.check_keep` gave, in the parts too."""
-    dropped = store.held().num_dropped
-    turns, parts = store.turns, store.parts
+def keep(stores: Iterable[LayerStore], indices: np.ndarray) -> None:
+    """Keep what :func:`kvedge.core.checks.check_keep` gave in all of some layers, or in none."""
+    first, steps, runs = _first_moved(indices), [], []
+    for store in stores:
+        if store.config.in_runs:
+            runs.append(store)
+        else:  # all memory is taken before any row moves
+            steps.append((store, store.keeping(indices), _turns_kept(store, indices)))
+            if store.parts is not None:
+                steps[-1] += (store.parts.kept(indices),)
+    with keys.whole_or_nothing(runs, len(indices) - first, first):
+        for store in runs:
+            turns = _turns_kept(store, indices)
+            _keep_runs(store, indices)
+            store.turns = turns
+    for store, move, turns, *parts in steps:
+        move()
+        store.turns = turns
+        if store.parts is not None:
+            store.parts.now = parts[0]
+
+
+def _turns_kept(store: LayerStore, indices: np.ndarray) -> Turns | None:
+    turns, dropped = store.turns, store.held().num_dropped
     if turns is not None and len(indices) and indices[-1] != len(indices) - 1:  # some move
         turns = turns.kept(indices + dropped, dropped) or None
-    if store.config.in_runs:
-        _keep_runs(store, indices)
-        store.turns = turns
-        return
-    before = None if parts is None else parts.state()
-    store.keep(indices)
-    if parts is not None and before is not None:
-        parts.return_to(before)
-        parts.keep(indices + dropped, dropped)
-    store.turns = turns
-
-
-def keep_rows(store: LayerStore, indices: np.ndarray) -> None:
-    """Keep tokens in the rows alone, moved in NumPy."""
-    first = _first_moved(indices)
-    step = block_tokens(store.config)
-    tokens = store.held().tokens
-    store.set_len(min(first, len(store)))  # should this be broken off, no wrong row is seen
-    for start in range(first, len(indices), step):
-        # indices[i] >= i, so what a later block reads is not yet written over.
-        source = indices[start : start + step]
-        for rows in tokens:
-            rows[start : start + len(source)] = rows[source]
-    store.set_len(len(indices))
+    return turns
 
 
 def _keep_runs(store: LayerStore, indices: np.ndarray) -> None:

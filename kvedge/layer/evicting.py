@@ -13,7 +13,7 @@ from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.kivi import RUN
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
-from kvedge.layer.parts import LayerParts, kept_rows
+from kvedge.layer.parts import kept_rows
 from kvedge.layer.room import shrink
 from kvedge.layer.store import LayerStore
 
@@ -106,15 +106,17 @@ def evict(store: LayerStore, indices: np.ndarray) -> None:
     n, kept = len(store), indices.shape[-1]
     if kept == n:
         return
-    end = store.end()
-    if isinstance(store.parts, LayerParts):
-        store.parts.evict(indices, n - kept)
+    end, moves = store.end(), []  # all memory first
+    parts = None if store.parts is None else store.parts.evicted(indices, n - kept)
     if not store.config.in_runs:  # whose rows have no bytes
         moved = np.flatnonzero(np.atleast_2d(indices != np.arange(kept)).any(0))
         first, start = int(moved[0]) if len(moved) else kept, store.held().start
         to = slice(start + first, start + kept)
-        for slab in store.slabs:
-            slab[to] = memory.rows_at(slab, indices[..., first:] + start)
+        moves = [(slab[to], memory.rows_at(slab, indices[..., first:] + start)) for slab in store.slabs]
+    for rows, moved_rows in moves:
+        rows[...] = moved_rows
+    if store.parts is not None and parts is not None:
+        store.parts.now = parts
     store.evicted(kept)
     store.evicted_at = end
     shrink(store)

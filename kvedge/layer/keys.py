@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -12,26 +14,25 @@ from kvedge.core.key_map import (
     LEAST_TOKENS,
     KeyMap,
     KeyRule,
-    KeysBefore,
     key_offset_of,
     key_scale_of,
 )
 from kvedge.core.memory import Held
 from kvedge.layer.store import LayerStore, PartsState, SavedRows, scratch_store
+from kvedge.rope import Turns
 
 __all__ = [
     "Mark",
     "decide",
     "encode_anew",
-    "gone_back",
     "mark",
     "return_to",
     "rule_of",
-    "settle",
+    "whole_or_nothing",
     "store_as",
 ]
 
-Mark: TypeAlias = "tuple[object, KeyRule, PartsState | None, SavedRows | None]"
+Mark: TypeAlias = "tuple[object, Turns | None, PartsState | None, SavedRows | None]"
 
 
 def rule_of(store: LayerStore, rule: KeyRule) -> KeyRule:
@@ -49,86 +50,47 @@ def store_as(store: LayerStore, key_map: KeyMap, rule: KeyRule) -> None:
     if store.parts is not None:
         store.parts.store_keys_as(key_map)
     store.key_rule = rule
-    store.key_map_is_open = rule.is_open(key_map)
+    store.key_map_is_auto = rule.auto_offset or rule.auto_scale
 
 
 def decide(store: LayerStore, keys: np.ndarray) -> None:
-    """Let checked keys (n, H, D), n >= 1, that are appended next decide what is open.
+    """Let checked keys (n, H, D), n >= 1, that are appended next decide what is open, if it is.
 
     What is stored already is encoded anew. Keys are those that are stored: turned back.
     """
-    key_map, rule, held = store.key_map, store.key_rule, store.held()
-    if rule.auto_offset and key_map.offset is None:
+    key_map, rule, held, end = store.key_map, store.key_rule, store.held(), store.end()
+    if not rule.is_open(key_map, end):
+        return
+    if rule.auto_offset and key_map.offset is None and not end:
         key_map = key_map._replace(offset=key_offset_of(keys))
-    if rule.auto_scale and not rule.scale_is_settled:
-        settled = store.end() + len(keys) >= LEAST_TOKENS
-        if settled or key_map.scale is None:
-            stored = np.empty(store.config.rows_shape(False, held.num_tokens), np.float32)
-            store.dequantize(held, False, 0, held.num_tokens, stored)
-            first = np.concatenate([stored, keys[:FIRST_TOKENS]])
-            offset_only = KeyMap(key_map.offset)
-            scale = key_scale_of(
-                offset_only.to_stored(first[:FIRST_TOKENS]),
-                powers_of_two=not store.config.keys_have_scales,
-            )
-            key_map = key_map._replace(scale=scale)
-        rule = rule._replace(scale_is_settled=settled)
+    if rule.auto_scale and (not end or end + len(keys) >= LEAST_TOKENS):
+        stored = np.empty(store.config.rows_shape(False, held.num_tokens), np.float32)
+        store.dequantize(held, False, 0, held.num_tokens, stored)
+        first = np.concatenate([stored, keys[:FIRST_TOKENS]])
+        scale = key_scale_of(
+            KeyMap(key_map.offset).to_stored(first[:FIRST_TOKENS]),
+            powers_of_two=not store.config.keys_have_scales,
+        )
+        key_map = key_map._replace(scale=scale)
     if held.start or held.num_tokens:
-        former, rows = store.key_map, _first_rows(held)
         encode_anew(store, key_map, held)
-        if not key_map.is_same(former) and not held.num_dropped and len(rows[0]) < LEAST_TOKENS:
-            rule = rule._replace(before=KeysBefore(former, rows, _first_rows(store.held())))
     store_as(store, key_map, rule)
-
-
-def _first_rows(held: Held) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of the keys that are held, a copy."""
-    return held.tokens.key_codes.copy(), held.tokens.key_scales.copy()
-
-
-def gone_back(store: LayerStore) -> bool:
-    """Let a layer that went to fewer tokens store them as it did when these were all.
-
-    That is where later ones had settled the key scale, and have all gone.
-
-    Returns
-    -------
-    bool
-        Whether its keys are stored otherwise now.
-    """
-    rule = store.key_rule
-    if rule.before is None:
-        return False
-    before, held = rule.before, store.held()
-    if held.num_dropped or held.num_tokens >= LEAST_TOKENS or not before.knows(_first_rows(held)):
-        return False
-    n = held.num_tokens
-    slabs = memory.reserve_slabs(store.config)
-    codes, scales = before.rows
-    tokens = held.tokens._replace(key_codes=codes[:n], key_scales=scales[:n])
-    memory.copy_tokens(tokens, slabs, n)
-    store.bind(slabs, store.config, before.key_map)
-    store_as(store, before.key_map, KeyRule(rule.auto_offset, rule.auto_scale))
-    return True
-
-
-def settle(store: LayerStore, settled: bool) -> None:
-    """Let an automatic key scale stay as it is from now on, or not."""
-    store_as(store, store.key_map, store.key_rule._replace(scale_is_settled=settled))
 
 
 def encode_anew(store: LayerStore, key_map: KeyMap, held: Held) -> None:
     """Move to slabs in which keys are stored as in `key_map`; readers keep the old ones."""
     config, n = store.config, held.num_tokens
+    if not n:
+        store.set_key_map(key_map)
+        return
     slabs = memory.reserve_slabs(config)
-    if n:
-        scratch = scratch_store(store, n, key_map)
-        keys = np.empty(config.rows_shape(False, n), np.float32)
-        store.dequantize(held, False, 0, n, keys)
-        scratch.append(keys, np.zeros(config.rows_shape(True, n), np.float32))
-        anew = scratch.held().tokens
-        tokens = held.tokens._replace(key_codes=anew.key_codes, key_scales=anew.key_scales)
-        memory.copy_tokens(tokens, slabs, n)
+    scratch = scratch_store(store, n, key_map)
+    keys = np.empty(config.rows_shape(False, n), np.float32)
+    store.dequantize(held, False, 0, n, keys)
+    scratch.append(keys, np.zeros(config.rows_shape(True, n), np.float32))
+    anew = scratch.held().tokens
+    tokens = held.tokens._replace(key_codes=anew.key_codes, key_scales=anew.key_scales)
+    memory.copy_tokens(tokens, slabs, n)
     store.bind(slabs, config, key_map)
 
 
@@ -143,15 +105,26 @@ def mark(store: LayerStore, n: int = 0, start: int | None = None) -> Mark:
         start = held.num_tokens if start is None else start
         rows, position = SavedRows.of(store, start, start + n), held.num_dropped + start
     state = None if store.parts is None else store.parts.state(position, n)
-    return store.binding(), store.key_rule, state, rows
+    return store.binding(), store.turns, state, rows
 
 
 def return_to(store: LayerStore, before: Mark) -> None:
     """Undo all that was done since :func:`mark`, by appends alone."""
-    binding, store.key_rule, state, rows = before
+    binding, store.turns, state, rows = before
     store.rebind(binding)
     if rows is not None:
         rows.put_back()
     if store.parts is not None and state is not None:
         store.parts.return_to(state)
-    store.key_map_is_open = store.key_rule.is_open(store.key_map)
+
+
+@contextlib.contextmanager
+def whole_or_nothing(stores: Iterable[LayerStore], n: int, start: int) -> Iterator[None]:
+    """Undo all where a block that stores `n` tokens from index `start` on is broken off."""
+    marks = [(store, mark(store, n, start)) for store in stores]
+    try:
+        yield
+    except BaseException:
+        for store, before in marks:
+            return_to(store, before)
+        raise

@@ -20,7 +20,6 @@ from kvedge.core.storage import shows_storage, storage_of
 from kvedge.core.types import Array, Dtype, Floats, LayerArguments, Layout
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import copies, editing, evicting, facts, reading, room, shifts
-from kvedge.layer.keys import gone_back
 from kvedge.layer.room import first_rows
 from kvedge.layer.store import LayerStore, PartContents
 from kvedge.rope import Rope, Turns
@@ -391,7 +390,6 @@ class KvLayer(ConfigFacts):
         n = checks.check_length(n, len(store))
         checks.check_back(store.config, store.held(), n)
         store.set_len(n)
-        gone_back(store)
 
     def clear(self) -> None:
         """Drop all tokens, and a key offset and scale that were taken from the first of them.
@@ -424,7 +422,7 @@ class KvLayer(ConfigFacts):
         store = self._store
         checks.check_unfrozen(store.frozen)
         checks.check_whole(store.config, store.held(), "keep()")
-        editing.keep(store, checks.check_keep(indices, len(store)))
+        editing.keep([store], checks.check_keep(indices, len(store)))
 
     def drop_first(self, n: int) -> None:
         """Drop the first `n` tokens: token i becomes token i - n.
@@ -639,11 +637,12 @@ def restored(
     num_dropped: int,
     parts: Sequence[PartContents] = (),
     turns: Turns | None = None,
+    evicted_at: int = 0,
 ) -> KvLayer:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
     rows = max(config.capacity, len(tokens[0]))  # the config may be of a later moment
     layer: KvLayer = new_layer(registry.resolved(kind), replace(config, capacity=rows))
-    copies.fill(layer._store, tokens, key_map, rule, num_dropped, parts, turns)
+    copies.fill(layer._store, tokens, key_map, rule, num_dropped, parts, turns, evicted_at)
     return layer
 
 

@@ -5,7 +5,9 @@ tokens and the last ones again; attention and the getters read these where they 
 grows old is no longer read there, and nothing has to be moved or stored again. Of the last tokens
 64 more are kept than are read, so that a rejected draft leaves no trace. With ``recent=``, those
 appended at once all stay until the next ones come: each of their queries reads the last ones before
-it, and a prompt is read as exactly as a single token.
+it, and a prompt is read as exactly as a single token. But a layer that goes back reads of its last
+tokens only the :func:`kept_rows` before its former end, as its copies do, which have no others:
+`Parts.since` says from where on.
 
 A layer of runs (``dtype="kivi4"``) has no rows of its own: 32 tokens of a head, at positions that
 begin with a multiple of 32, are encoded together and lie in a third part; the others are among the
@@ -121,8 +123,7 @@ class LayerParts:
         self._kept = kept_rows(config)
         self._config = config.part_config
         self._in_runs = config.in_runs
-        self.now: Parts
-        self.restart(0)
+        self.now = self.empty(0)
 
     def _first(self, position: int) -> Part:
         """Room for the first tokens."""
@@ -166,7 +167,7 @@ class LayerParts:
 
     def begin(self, end: int, n: int) -> Appending:
         """Make ready for `n` tokens from position `end` on; nothing is changed yet."""
-        first, last, runs = self.now
+        first, last, runs, _ = self.now
         lengths = [len(first.store), len(last.store)]
         recent, room = self._whole.config.recent, last.store.config.capacity
         kept = max(0, end + (0 if recent else n) - self._kept)  # tokens from here on are needed
@@ -174,7 +175,7 @@ class LayerParts:
         rest = None
         if not self._kept:
             last = Part(last.store, end)
-        elif last.position + lengths[1] != end or last.position > cut:
+        elif last.position + lengths[1] != end or self.now.last_from > cut:
             # It was gone back to before the part.
             last = self._last(max(cut, kept), n)
             if cut < end:
@@ -256,7 +257,7 @@ class LayerParts:
 
     def commit(self, made: Appending, pieces: Iterable[tuple[np.ndarray, np.ndarray]] = ()) -> None:
         """Let readers see what was appended to the parts of `begin`, and encode whole runs."""
-        last, runs = made.last, self.now.runs
+        last, runs, cut = made.last, self.now.runs, made.end
         if runs is not None:
             cut, whole = made.end // RUN * RUN, (made.end + made.n) // RUN * RUN
             runs = self._grown(runs, cut, whole - cut)
@@ -264,7 +265,8 @@ class LayerParts:
                 runs.store.append(*rows)
         if not self._kept:  # it only says where the tokens end
             last = Part(last.store, last.position + made.n)
-        self.now = Parts(made.first, last, runs)
+        since = self.now.since  # else all last tokens are new ones
+        self.now = Parts(made.first, last, runs, since if since <= cut else 0)
 
     def _grown(self, runs: Part, end: int, n: int) -> Part:
         """The runs before a position, with room for `n` more tokens."""
@@ -300,33 +302,39 @@ class LayerParts:
                 f"{error} (recent_dtype: bfloat16 and float32 take all)"
             ) from error
 
+    def _lasting(self) -> int:
+        """Position of the first of the last tokens that stay once others come, or the layer goes back."""
+        return min(max(self.now.last_from, self.now.end - self._kept), self.now.end)
+
     # ---- going back and forth --------------------------------------------------------------------
 
     def set_end(self, end: int) -> None:
         """Hold the tokens before a position, which may lie above the present one."""
-        first, last, runs = self.now
+        first, last, runs, since = self.now
         length = end - last.position
         if not self._kept:
             last = Part(last.store, end)
         elif length > last.store.written():
             last = self._last(end)
         else:
+            if end < self.now.end:
+                since = max(since, self.now.end - self._kept)
             last.store.set_len(max(length, 0))
         first.store.set_len(min(max(end - first.position, 0), first.store.written()))
         if runs is not None:
-            length = runs_end(end, last.position) - runs.position
+            length = runs_end(end, max(last.position, since)) - runs.position
             runs.store.set_len(min(max(length, 0), runs.store.written()))
-        self.now = Parts(first, last, runs)
+        self.now = Parts(first, last, runs, since)
 
-    def restart(self, position: int) -> None:
-        """Hold no token; the next one is at a position."""
+    def empty(self, position: int) -> Parts:
+        """Parts that hold no token; the next one is at a position."""
         # A run that begins before it is never read there.
         last = self._last(position // RUN * RUN if self._in_runs else position)
         if last.position < position:
             shape = (position - last.position, self._config.num_kv_heads)
             keys, values = (np.zeros((*shape, dim), np.float32) for dim in self._widths)
             last.store.append(keys, values)
-        self.now = Parts(self._first(position), last, self._runs(position, 0))
+        return Parts(self._first(position), last, self._runs(position, 0))
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -334,11 +342,13 @@ class LayerParts:
 
     def forget(self, position: int, end: int) -> None:
         """Hold no token from a position on, written ones included; the next one is at `end`."""
+        self.now = Parts(self._first_until(position), self._last(end))
+
+    def _first_until(self, position: int) -> Part:
+        """The first tokens before a position, and room for others."""
         first = self.now.first
         kept = slice(0, min(max(position - first.position, 0), len(first.store)))
-        self.now = Parts(
-            _filled(self._first(first.position), _contents(first, kept)), self._last(end)
-        )
+        return _filled(self._first(first.position), _contents(first, kept))
 
     def state(self, start: int = 0, n: int = 0) -> PartsState:
         """What `return_to` needs, before `n` tokens are stored from position `start` on.
@@ -382,8 +392,25 @@ class LayerParts:
                 encode_anew(part.store, own, part.store.held())
         runs = self.now.runs
         if runs is not None and not runs.store.key_map.is_same(key_map):
-            assert not len(runs.store)  # what is decided is settled before a run is full
-            runs.store.set_key_map(key_map)
+            self.now = self.now._replace(runs=self._runs_as(runs))
+
+    def _runs_as(self, runs: Part) -> Part:
+        """Runs whose keys, which are in rows, are stored as the layer's."""
+        n, config = len(runs.store), runs.store.config
+        if not n:
+            runs.store.set_key_map(self._whole.key_map)
+            return runs
+        made = self._runs(runs.position, 0)
+        assert made is not None and n < RUN  # what is decided is settled before a run is full
+        keys = np.empty(config.rows_shape(False, n), np.float32)
+        runs.store.dequantize(runs.store.held(), False, 0, n, keys)
+        keys = made.store.key_map.to_stored(keys)
+        _copy_runs(memory.rows_of(runs.store.slabs, config, 0, n), made.store, n)
+        with _rewriting(made.store, 0) as slabs:
+            slabs.key_codes[:n], slabs.key_scales[:n] = config.key_format.encode(
+                keys, config.key_rows
+            )
+        return made
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[LayerStore, int, int]]:
         """First and last tokens of a range of positions."""
@@ -463,12 +490,13 @@ class LayerParts:
                 slabs.key_codes[to], slabs.key_scales[to] = (one[given] for one in stored[0])
                 slabs.value_codes[to], slabs.value_scales[to] = (one[given] for one in stored[1])
 
-    def keep(self, positions: np.ndarray, start: int) -> None:
-        """Hold the tokens at these positions alone, which close ranks from `start` on."""
-        first, last, _ = self.now
+    def kept(self, indices: np.ndarray) -> Parts:
+        """The parts of a layer of rows that keeps these tokens alone, which close ranks."""
+        start, (first, last) = self._whole.held().num_dropped, self.now[:2]
+        positions = indices + start
         held = [
-            positions[(part.position <= positions) & (positions < part.position + len(part.store))]
-            for part in (first, last)
+            positions[(begin <= positions) & (positions < part.position + len(part.store))]
+            for part, begin in ((first, first.position), (last, self._lasting()))
         ]
         begins = len(held[0]) == 0 or positions[0] == held[0][0]
         contents = [
@@ -477,15 +505,15 @@ class LayerParts:
         ]
         if not begins:
             contents[0] = _contents(first, slice(0, 0))
-        self.fill(contents, start, start + len(positions))
+        return self.filled(contents, start, start + len(positions))
 
-    def evict(self, indices: np.ndarray, gone: int) -> None:
-        """Hold the tokens of these rows of the layer, before `gone` of them go.
+    def evicted(self, indices: np.ndarray, gone: int) -> Parts:
+        """The parts of a layer that keeps these rows, before `gone` tokens go.
 
         Positions of the last ones stay. `indices` are (n,) or (num_kv_heads, n); the last ones of
         :func:`kept_rows` are among them, and whole runs.
         """
-        first, last, runs = self.now
+        first, last, runs, _ = self.now
         held = self._whole.held()
         start, end = held.num_dropped, held.num_dropped + held.num_tokens
         moved = np.flatnonzero(np.atleast_2d(indices != np.arange(indices.shape[-1])).any(0))
@@ -496,7 +524,7 @@ class LayerParts:
         of_first = start - first.position
         contents = [
             _contents(first, slice(of_first, of_first + sinks)),
-            _contents(last, slice(max(len(last.store) - self._kept, 0), None)),
+            _contents(last, slice(self._lasting() - last.position, None)),
         ]
         if runs is not None:
             at = (indices[..., ::RUN] + start - runs.position) // RUN
@@ -504,12 +532,12 @@ class LayerParts:
             slabs = runs.store.held().slabs
             rows = memory.rows_of_runs(slabs, runs.store.config, at)
             contents.append(PartContents(rows, runs.store.key_map))
-        self.fill(contents, start + gone, end)
+        return self.filled(contents, start + gone, end)
 
     # ---- copying ---------------------------------------------------------------------------------
 
-    def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None:
-        """Take over the first and last tokens of a layer that holds positions `start` to `end`."""
+    def filled(self, contents: Sequence[PartContents], start: int, end: int) -> Parts:
+        """The parts of a layer that holds positions `start` to `end`, with stored bytes of others."""
         first, last = contents[:2]
         tokens = len(last.arrays.key_codes)
         runs = None
@@ -520,19 +548,20 @@ class LayerParts:
             if not contents[2].key_map.is_same(runs.store.key_map):
                 runs.store.set_key_map(contents[2].key_map)
             _copy_runs(contents[2].arrays, runs.store, max(length, 0))
-        self.now = Parts(
+        return Parts(
             _filled(self._first(start), first), _filled(self._last(end - tokens), last), runs
         )
 
     def last_contents(self) -> PartContents:
         """The last tokens that going on needs, copied, for :meth:`return_to_last`."""
-        last, most = self.now.last, last_rows(self._whole.config)
-        tokens = (np.array(each[-most:]) for each in last.store.held().tokens)
+        last = self.now.last
+        since = self._lasting() - last.position
+        tokens = (np.array(each[since:]) for each in last.store.held().tokens)
         return PartContents(memory.Slabs(*tokens), last.store.key_map)
 
     def return_to_last(self, contents: PartContents, end: int) -> None:
         """Hold last tokens again that a layer had at a position, to which it has gone back."""
-        first, last, runs = self.now
+        first, last, runs, _ = self.now
         last = _filled(self._last(end - len(contents.arrays.key_codes)), contents)
         if runs is not None:
             length = max(runs_end(end, last.position) - runs.position, 0)
@@ -547,7 +576,9 @@ class LayerParts:
         last = contents[1]
         tokens = len(last.arrays.key_codes)
         arrays = last.arrays
-        before = max(0, min(len(self.now.last.store), self._kept - tokens)) if tokens == n else 0
+        before = 0
+        if tokens == n:
+            before = max(0, min(self.now.end - self._lasting(), self._kept - tokens))
         if before and self.now.last.store.key_map.is_same(last.key_map):
             own = self.now.last.store.held().tokens
             arrays = memory.Slabs(
@@ -558,7 +589,7 @@ class LayerParts:
             )
         part = self._last(end + n - len(arrays.key_codes))
         part = _filled(part, last._replace(arrays=arrays))
-        return self._state_of(Parts(self.now.first, part))
+        return self._state_of(Parts(self._first_until(end), part))
 
 
 class Appending(NamedTuple):
@@ -642,11 +673,11 @@ def contents_of(
     """The first and last ones of the tokens at positions `start` to `end`, as they are stored.
 
     `end` may lie above what is held, where a layer can go. Of last ones there are no more than
-    :func:`last_rows` of the layer's config.
+    :func:`kept_rows` of the layer's config.
     """
     if held.parts is None:
         return ()
-    first, last, runs = held.parts
+    first, last, runs, _ = held.parts
     first_rows = slice(max(0, start - first.position), max(0, end - first.position))
     if first.position > start:
         first_rows = slice(0, 0)
@@ -656,7 +687,8 @@ def contents_of(
     if not 0 <= stop <= last.store.written():
         stop = 0
     since = start if runs is None else start // RUN * RUN  # runs need those before it
-    of_last = slice(min(stop, max(0, since - last.position, stop - last_rows(config))), stop)
+    since = max(since, held.parts.last_from, max(end, held.parts.end) - kept_rows(config))
+    of_last = slice(min(stop, max(0, since - last.position)), stop)
     made = []
     for part, at in ((first, first_rows), (last, of_last)):
         of_part = part.store.held()
@@ -712,12 +744,12 @@ def parts_of(held: Held, config: LayerConfig, num_rows: int = 1) -> list[ReadPar
     n, dropped = held.num_tokens, held.num_dropped
     if held.parts is None or not n:
         return [ReadPart(None, 0, 0, n)] if n else []
-    first, last, runs = held.parts
+    first, last, runs, _ = held.parts
     sinks = 0
     if first.position <= dropped:
         sinks = min(n, max(0, first.position + len(first.store) - dropped))
     stop = None if runs is None else runs.position + len(runs.store) - dropped
-    tail = tail_of(config, n, sinks, last.position - dropped, stop, num_rows)
+    tail = tail_of(config, n, sinks, held.parts.last_from - dropped, stop, num_rows)
     middle = ReadPart(None, sinks, sinks, tail)
     if runs is not None:
         middle = ReadPart(runs.store, sinks + dropped - runs.position, sinks, tail)

@@ -21,6 +21,7 @@ __all__ = [
     "read_rows",
     "read_sides",
     "turned_back",
+    "turned_back_next",
 ]
 
 _BLOCK_VALUES = 1 << 19  # float32 values worked on at a time: 2 MiB
@@ -60,6 +61,18 @@ def read_blocks(
     stop = held.num_tokens if stop is None else stop
     for first in range(start, stop, step):
         yield read_sides(store, held, first, min(stop, first + step))
+
+
+def turned_back_next(store: LayerStore, keys: np.ndarray) -> np.ndarray:
+    """Keys (n, H, D) that are appended next, as they are stored: turned as the last one held.
+
+    What was owed above is forgotten; the caller gives it back if the append is refused.
+    """
+    held = store.held()
+    end = held.num_dropped + held.num_tokens
+    if store.turns is not None:
+        store.turns = store.turns.within(held.num_dropped, end) or None
+    return turned_back(store, keys, end)
 
 
 def turned_back(store: LayerStore, keys: np.ndarray, position: int) -> np.ndarray:

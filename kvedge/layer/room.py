@@ -11,13 +11,14 @@ from dataclasses import replace
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.memory import Held
-from kvedge.layer.store import LayerStore
+from kvedge.layer.store import LayerStore, Parts
 
 __all__ = [
     "FIRST_ROWS",
     "first_rows",
     "keeps",
     "reserve",
+    "restarts",
     "room_until",
     "set_end",
     "shrink",
@@ -80,13 +81,17 @@ def keeps(store: LayerStore, length: int, held: Held | None = None) -> bool:
     return length - held.num_dropped >= window - 1
 
 
-def set_end(store: LayerStore, length: int) -> None:
-    """Go to a position that :func:`keeps` is true of."""
-    held = store.held()
-    if length or not held.num_dropped:
-        store.set_len(length - held.num_dropped)
+def set_end(store: LayerStore, length: int, empty: Parts | None = None) -> None:
+    """Go to a position that :func:`keeps` is true of; at 0 with those parts if :func:`restarts`."""
+    if restarts(store, length):
+        store.restart(0, empty)
     else:
-        store.restart()
+        store.set_len(length - store.held().num_dropped)
+
+
+def restarts(store: LayerStore, length: int) -> bool:
+    """Whether going to a position begins anew, at row 0."""
+    return not length and store.held().num_dropped > 0
 
 
 def slide(store: LayerStore, n: int) -> None:
@@ -108,7 +113,10 @@ def shrink(store: LayerStore) -> None:
     if config.in_runs or config.capacity <= 4 * rows:
         return
     config, held = replace(config, capacity=rows), store.held()
-    slabs = memory.reserve_slabs(config)
+    try:
+        slabs = memory.reserve_slabs(config)
+    except MemoryError:  # then it stays where it is
+        return
     memory.copy_tokens(held.tokens, slabs, tokens)
     store.bind(slabs, config)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvedge.core import checks
 from kvedge.core.float_mode import in_default_mode
+from kvedge.core.kivi import RUN
 from kvedge.errors import InvalidArgumentError
+from kvedge.layer.keys import whole_or_nothing
 from kvedge.layer.reading import block_tokens
 from kvedge.layer.store import LayerStore, scratch_store
 from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
 
-__all__ = ["SQRT2", "check_shift", "check_turn", "settle", "shift", "store_turned"]
+__all__ = ["SQRT2", "check_shift", "check_turn", "owe", "settle", "shift", "store_turned"]
 
 SQRT2 = 2.0**0.5  # by which turning a key makes its largest channel larger, at most
 
@@ -20,10 +24,20 @@ def shift(
     store: LayerStore, delta: int, rope: object, start: int = 0, stop: int | None = None
 ) -> None:
     """Shift the keys of a range of tokens; all or nothing."""
-    turns = check_shift(store, delta, rope, start, stop)
-    store.turns = turns or None
-    if turns.are_many:
-        settle(store)
+    owe([(store, check_shift(store, delta, rope, start, stop))])
+
+
+def owe(stores: Sequence[tuple[LayerStore, Turns]]) -> None:
+    """Let layers owe what :func:`check_shift` gave; all or nothing."""
+    many = [store for store, turns in stores if turns.are_many]
+    with whole_or_nothing(many, max(map(len, many), default=0) + RUN, 0):
+        for store, turns in stores:
+            if turns.are_many:
+                store.turns = turns
+                settle(store)
+    for store, turns in stores:
+        if not turns.are_many:
+            store.turns = turns or None
 
 
 def settle(store: LayerStore) -> None:

@@ -7,7 +7,7 @@ kvedge/backends/numpy/layer.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -36,14 +36,14 @@ class LayerStore(Protocol):
     """Storage, quantizer and attention of one layer.
 
     A reader takes ``held()`` once: a writer may drop tokens, or move to other slabs, at any moment.
-    Where `key_map_is_open`, a store lets :func:`kvedge.layer.keys.decide` see rows before it
+    Where `key_map_is_auto`, a store lets :func:`kvedge.layer.keys.decide` see rows before it
     appends them, and goes back by :func:`kvedge.layer.keys.return_to` if that fails. Methods that
     append or attend check and refuse as the public methods of their names say, in a frozen store
     too but for `push` and `extend`.
     """
 
     frozen: bool  # belongs to a cache, which alone may change it
-    key_map_is_open: bool  # the next append may decide it
+    key_map_is_auto: bool  # first tokens may decide it
     key_rule: KeyRule  # what of the key map the first tokens decide
     parts: StoreParts | None  # None: no tokens are held in another format too
     turns: Turns | None  # what its keys are still to be turned by; None: nothing
@@ -81,16 +81,16 @@ class LayerStore(Protocol):
         """Move to other slabs, which hold the same tokens from row 0 on, keys as in a map."""
 
     def binding(self) -> object:
-        """Slabs, key map and what they hold, for `rebind`."""
+        """Slabs, key map and how many tokens they hold, for `rebind`."""
 
     def rebind(self, binding: object) -> None:
-        """Be as it was; only tokens were appended, and slabs and key map set, since."""
+        """Be as it was but for the parts; tokens were appended, taken back and bound since."""
 
     def drop(self, n: int) -> None:
         """Drop the first `n` tokens."""
 
-    def restart(self, num_dropped: int = 0) -> None:
-        """Hold no token, and begin at row 0 again."""
+    def restart(self, num_dropped: int = 0, parts: Parts | None = None) -> None:
+        """Hold no token, and begin at row 0 again; with those parts, or empty ones if it has such."""
 
     def filled(self, position: int, n: int) -> None:
         """Be told that rows were copied to the slabs."""
@@ -101,8 +101,8 @@ class LayerStore(Protocol):
     def set_key_map(self, key_map: KeyMap) -> None:
         """Take keys to be stored so; those in the slabs, from row 0 on, are."""
 
-    def keep(self, indices: np.ndarray) -> None:
-        """Keep what :func:`kvedge.core.checks.check_keep` gave, in the rows alone."""
+    def keeping(self, indices: np.ndarray) -> Callable[[], None]:
+        """What keeps the rows of :func:`kvedge.core.checks.check_keep` alone, and cannot fail."""
 
     def evicted(self, kept: int) -> None:
         """Hold the first `kept` rows alone; positions stay, the others count as dropped."""
@@ -146,6 +146,12 @@ class Parts(NamedTuple):
     first: Part
     last: Part
     runs: Part | None = None
+    since: int = 0  # last tokens before this position are not read, if there are some
+
+    @property
+    def last_from(self) -> int:
+        """Position of the first of the last tokens that may be read."""
+        return max(self.last.position, self.since)
 
     @property
     def each(self) -> list[Part]:
@@ -201,7 +207,7 @@ class StoreParts(Protocol):
     def slabs(self) -> list[np.ndarray]: ...
     def refuse(self, keys: np.ndarray, values: np.ndarray) -> None: ...
     def set_end(self, end: int) -> None: ...
-    def restart(self, position: int) -> None: ...
+    def empty(self, position: int) -> Parts: ...
     def forget(self, position: int, end: int) -> None: ...
     def state(self, start: int = 0, n: int = 0) -> PartsState: ...
     def return_to(self, state: PartsState) -> None: ...
@@ -209,8 +215,9 @@ class StoreParts(Protocol):
     def check_turn(self, turn: Turn, start: int, stop: int) -> None: ...
     def store_turned(self, turn: Turn, start: int, stop: int) -> None: ...
     def put(self, position: int, keys: np.ndarray, values: np.ndarray) -> None: ...
-    def keep(self, positions: np.ndarray, start: int) -> None: ...
-    def fill(self, contents: Sequence[PartContents], start: int, end: int) -> None: ...
+    def kept(self, indices: np.ndarray) -> Parts: ...
+    def filled(self, contents: Sequence[PartContents], start: int, end: int) -> Parts: ...
+    def evicted(self, indices: np.ndarray, gone: int) -> Parts: ...
     def joined(self, contents: Sequence[PartContents], end: int, n: int) -> PartsState: ...
 
 

@@ -12,7 +12,6 @@ to; the layer counts what is left out.
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -25,10 +24,11 @@ from kvedge.core.memory import token_bytes
 from kvedge.errors import InvalidArgumentError, KvedgeError, LayoutError, ShapeMismatchError
 from kvedge.layer.copies import copy_of
 from kvedge.layer.layer import layer_over, store_of
+from kvedge.threads import lock_over_forks
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
 
-_owning = threading.Lock()  # held while a layer looks whether others have its rows, and copies them
+_owning = lock_over_forks()  # held while a layer looks whether others have its rows, and copies them
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 

@@ -33,7 +33,6 @@ from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, S
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.files.replacing import check_folder, locked, remove_abandoned, replacing
 from kvedge.files.session import save as save_session
-from kvedge.layer.keys import settle
 from kvedge.layer.layer import store_of
 from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
@@ -272,7 +271,7 @@ def _from_0(layer: LayerContents, store: LayerStore) -> LayerContents:
             *(rows[0], rows[1], rows[2], rows[3], layer.key_map), parts=parts, turns=layer.turns
         )
     turns = layer.turns and layer.turns.moved(first, end)
-    return replace(layer, num_dropped=0, turns=turns)
+    return replace(layer, num_dropped=0, turns=turns, evicted_at=0)
 
 
 def save(cache: Any, model: dict[str, Any], path: Any, token_ids: Any, of: Any) -> None:
@@ -314,9 +313,6 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
             layers[number]["evicted_at"] = [store_of(row).evicted_at for row in layer.rows]
         elif any(dropped):
             layers[number]["dropped"] = dropped
-        settled = [store_of(row).key_rule.scale_is_settled for row in layer.rows]
-        if any(settled):
-            layers[number]["settled"] = settled
         if any(layer.padding):
             layers[number]["padding"] = layer.padding
     padded = any(layer and "padding" in layer for layer in layers)
@@ -568,8 +564,6 @@ def fill(cache: Any, saved: Saved, path: Any) -> None:
             if isinstance(layer, KvedgeSlidingLayer):
                 layer.cumulative_length = of_rows["tokens"]
                 layer.lose_before(of_rows.get("dropped") or _gone(layer))
-            for row, settled in zip(layer.rows, of_rows.get("settled", ()), strict=False):
-                settle(store_of(row), bool(settled))
         _fill_states(cache, fields.get("states", {}).get("has_previous", {}), saved.states)
         cache.token_ids = fields["token_ids"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:

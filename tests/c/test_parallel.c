@@ -182,6 +182,43 @@ static void test_fork(void) {
   end();
 }
 
+static void run_nothing(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
+  (void)context, (void)task, (void)next, (void)slot, (void)thread, (void)stop;
+}
+
+static void run_small_job(int num_threads) {
+  kvedge_work work = {.num_tasks = 2, .run = run_nothing, .collect = collect_nothing};
+  kvedge_job_run(kvedge_job_take(64), work, num_threads);
+}
+
+static void *run_small_jobs(void *stop) {
+  while (!atomic_load((atomic_int *)stop)) run_small_job(1);
+  return NULL;
+}
+
+/* Any of them may hold a lock when the process is forked, also before there is a helper. */
+static void test_fork_beside_callers(void) {
+  begin("fork beside callers");
+  atomic_int stop = 0;
+  pthread_t threads[3];
+  for (int i = 0; i < 3; i++) CHECK(pthread_create(&threads[i], NULL, run_small_jobs, &stop) == 0);
+  for (int i = 0; i < 200; i++) {
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+      alarm(5); /* of a child that hangs */
+      run_small_job(1), run_small_job(2);
+      kill(getpid(), SIGKILL);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    if (i == 100) run_small_job(3);
+  }
+  atomic_store(&stop, 1);
+  for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
+  end();
+}
+
 /* AddressSanitizer and valgrind see a helper that reads rows after they are gone. */
 static void test_rows_go_away(void) {
   begin("rows go away");
@@ -235,6 +272,7 @@ static void test_options_go_away(void) {
 }
 
 int main(void) {
+  test_fork_beside_callers(); /* before there are helpers */
   test_many_small_jobs();
   test_quiesce();
   begin("a layer");

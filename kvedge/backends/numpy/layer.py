@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -17,12 +17,11 @@ from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions, default_scale
 from kvedge.core.types import Array, Floats, Layout
-from kvedge.layer.editing import keep_rows
 from kvedge.layer.keys import decide, mark, return_to
 from kvedge.layer.parts import LayerParts, parts_of, ranges_of
-from kvedge.layer.reading import memory_of, turned_back
+from kvedge.layer.reading import memory_of, turned_back_next
 from kvedge.layer.room import reserve, slide
-from kvedge.layer.store import Part, StoreParts
+from kvedge.layer.store import Part, Parts, StoreParts
 from kvedge.layer.types import layer_classes
 from kvedge.rope import Turns
 
@@ -34,7 +33,7 @@ class LayerStore:
 
     config: LayerConfig
     frozen: bool
-    key_map_is_open: bool
+    key_map_is_auto: bool
     key_rule: KeyRule
     parts: StoreParts | None
     turns: Turns | None
@@ -44,7 +43,7 @@ class LayerStore:
     _last_row: int  # rows below it have been written
 
     def open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
-        self.frozen = self.key_map_is_open = False
+        self.frozen = self.key_map_is_auto = False
         self.evicted_at = 0
         self.key_rule = KeyRule()
         self.parts = None
@@ -105,12 +104,14 @@ class LayerStore:
             num_dropped=held.num_dropped + n,
         )
 
-    def restart(self, num_dropped: int = 0) -> None:
+    def restart(self, num_dropped: int = 0, parts: Parts | None = None) -> None:
+        if self.parts is not None and parts is None:
+            parts = self.parts.empty(num_dropped)
         self._now = self._now._replace(start=0, num_tokens=0, num_dropped=num_dropped)
         self._last_row = self.evicted_at = 0
         self.turns = None
-        if self.parts is not None:
-            self.parts.restart(num_dropped)
+        if self.parts is not None and parts is not None:
+            self.parts.now = parts
 
     def set_key_map(self, key_map: KeyMap) -> None:
         self.bind(self.slabs, self.config, key_map)
@@ -121,8 +122,20 @@ class LayerStore:
     def rebind(self, binding: object) -> None:
         self._now, self._last_row, self.config = cast("tuple[Held, int, LayerConfig]", binding)
 
-    def keep(self, indices: np.ndarray) -> None:
-        keep_rows(self, indices)
+    def keeping(self, indices: np.ndarray) -> Callable[[], None]:
+        blocks = list(self._blocks(len(indices)))
+        tokens = [(rows, np.empty_like(rows[blocks[0]])) for rows in self.held().tokens if blocks]
+
+        def move() -> None:
+            for block in blocks:
+                # indices[i] >= i, so what a later block reads is not yet written over.
+                for rows, room in tokens:
+                    to = room[: block.stop - block.start]
+                    np.take(rows, indices[block], axis=0, out=to, mode="clip")
+                    rows[block] = to
+            self._now = self._now._replace(num_tokens=len(indices))
+
+        return move
 
     def evicted(self, kept: int) -> None:
         held = self._now
@@ -150,9 +163,9 @@ class LayerStore:
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
-            keys = turned_back(self, keys, self.end())
             before = mark(self, len(keys))
             try:
+                keys = turned_back_next(self, keys)
                 self.make_ready(keys, values)
                 reserve(self, len(keys))
                 self.store_ready(keys, values)
@@ -163,7 +176,7 @@ class LayerStore:
     @in_default_mode
     def make_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Decide how checked rows are stored, and raise if they cannot be."""
-        if self.key_map_is_open:
+        if self.key_map_is_auto:
             decide(self, keys)
         config = self.config
         self._refuse_keys(keys)
