@@ -41,45 +41,92 @@ static levels choose_levels(float smallest, float largest, float most, uint16_t 
   return (levels){base, size > 0.0f ? 1.0f / size : 0.0f};
 }
 
-static inline uint8_t code_of(float x, levels of, float most) {
-  const float above = x - of.low;
-  const float code = rintf(above * of.inverse);
-  return (uint8_t)(code > most ? most : code);
-}
-
-static inline void put_code(const run_arrays *p, code_place at, uint8_t code) {
-  p->words[at.byte] = (uint8_t)(p->words[at.byte] | code << at.shift);
-}
-
-static void encode_keys(int dim, int bits, const float *x, int first, int count, void *run) {
-  const float most = (float)((1 << bits) - 1);
-  const run_arrays p = arrays_of(run, dim, bits, 0);
-  if (first == 0) memset(p.words, 0, bytes_of_words(dim, bits, 0));
-  for (int d = first; d < first + count; d++, x++) {
-    float smallest = x[0], largest = x[0];
-    for (int t = 1; t < RUN; t++) {
-      const float element = x[t * count];
-      smallest = element < smallest ? element : smallest;
-      largest = element > largest ? element : largest;
-    }
-    const levels of = choose_levels(smallest, largest, most, &p.steps[d], &p.lows[d]);
-    for (int t = 0; t < RUN; t++) put_code(&p, place_of_code(dim, bits, 0, t, d), code_of(x[t * count], of, most));
+/* The codes of some elements, each with a level of its own (stride 1) or all with one (0). Loops that compilers make vectors
+ * of: adding 1.5 * 2^23 rounds to nearest, ties to even, and rintf is a call on the baseline CPUs. */
+static void codes_of(const float *x, int count, const float *lows, const float *inverses, int stride, float most,
+                     uint32_t codes[GROUP]) {
+  for (int i = 0; i < count; i++) {
+    const float above = x[i] - lows[i * stride];
+    const float scaled = above * inverses[i * stride];
+    const float code = (scaled + 0x1.8p23f) - 0x1.8p23f;
+    codes[i] = (uint32_t)(int32_t)(code > most ? most : code);
   }
 }
 
+/* The smallest and the largest element, by lanes that compilers make vectors of. */
+static void find_ends(const float *x, int count, float *smallest, float *largest) {
+  enum { LANES = 8 };
+  float low[LANES], high[LANES];
+  for (int lane = 0; lane < LANES; lane++) low[lane] = high[lane] = x[lane < count ? lane : 0];
+  int i = 0;
+  for (; i + LANES <= count; i += LANES)
+    for (int lane = 0; lane < LANES; lane++) {
+      const float element = x[i + lane];
+      low[lane] = element < low[lane] ? element : low[lane];
+      high[lane] = element > high[lane] ? element : high[lane];
+    }
+  for (int lane = 0; i < count; i++, lane++) {
+    low[lane] = x[i] < low[lane] ? x[i] : low[lane];
+    high[lane] = x[i] > high[lane] ? x[i] : high[lane];
+  }
+  *smallest = low[0], *largest = high[0];
+  for (int lane = 1; lane < LANES; lane++) {
+    *smallest = low[lane] < *smallest ? low[lane] : *smallest;
+    *largest = high[lane] > *largest ? high[lane] : *largest;
+  }
+}
+
+static void put_words(uint8_t *to, const uint32_t *words, int count, ptrdiff_t stride) {
+  for (int i = 0; i < count; i++, to += 4 * stride)
+    for (int byte = 0; byte < 4; byte++) to[byte] = (uint8_t)(words[i] >> 8 * byte);
+}
+
+/* A word has codes of one token; a group of channels has whole words, the last one perhaps with zeros. */
+static void encode_keys(int dim, int bits, const float *x, int first, int count, void *run) {
+  const float most = (float)((1 << bits) - 1);
+  const run_arrays p = arrays_of(run, dim, bits, 0);
+  const int of_word = codes_of_word(bits), num = (count + of_word - 1) / of_word;
+  float smallest[GROUP], largest[GROUP], lows[GROUP], inverses[GROUP];
+  memcpy(smallest, x, (size_t)count * sizeof *x);
+  memcpy(largest, x, (size_t)count * sizeof *x);
+  for (int t = 1; t < RUN; t++)
+    for (int i = 0; i < count; i++) {
+      const float element = x[t * count + i];
+      smallest[i] = element < smallest[i] ? element : smallest[i];
+      largest[i] = element > largest[i] ? element : largest[i];
+    }
+  for (int i = 0; i < count; i++) {
+    const levels of = choose_levels(smallest[i], largest[i], most, &p.steps[first + i], &p.lows[first + i]);
+    lows[i] = of.low, inverses[i] = of.inverse;
+  }
+  for (int t = 0; t < RUN; t++) {
+    uint32_t codes[GROUP + 16] = {0}, words[GROUP / 4];
+    codes_of(x + t * count, count, lows, inverses, 1, most, codes);
+    for (int w = 0; w < num; w++) {
+      words[w] = 0;
+      for (int k = 0; k < of_word; k++) words[w] |= codes[w * of_word + k] << k * bits;
+    }
+    put_words(p.words + 4 * ((size_t)(first / of_word) * RUN + (size_t)t), words, num, RUN);
+  }
+}
+
+/* A word has codes of one channel. */
 static void encode_values(int dim, int bits, const float *x, int first, int count, void *run) {
   const float most = (float)((1 << bits) - 1);
   const run_arrays p = arrays_of(run, dim, bits, 1);
-  if (first == 0) memset(p.words, 0, bytes_of_words(dim, bits, 1));
+  const int of_word = codes_of_word(bits);
+  uint32_t codes[GROUP], words[GROUP];
   for (int t = 0; t < RUN; t++, x += count) {
-    float smallest = x[0], largest = x[0];
-    for (int i = 1; i < count; i++) {
-      smallest = x[i] < smallest ? x[i] : smallest;
-      largest = x[i] > largest ? x[i] : largest;
-    }
+    float smallest, largest;
+    find_ends(x, count, &smallest, &largest);
     const int at = first / GROUP * RUN + t;
     const levels of = choose_levels(smallest, largest, most, &p.steps[at], &p.lows[at]);
-    for (int i = 0; i < count; i++) put_code(&p, place_of_code(dim, bits, 1, t, first + i), code_of(x[i], of, most));
+    codes_of(x, count, &of.low, &of.inverse, 0, most, codes);
+    const int k = t % of_word, shift = k * bits;
+    if (k == 0) memset(words, 0, sizeof words);
+    for (int i = 0; i < count; i++) words[i] |= codes[i] << shift;
+    if (k == of_word - 1)
+      put_words(p.words + 4 * ((size_t)(t / of_word) * (size_t)dim + (size_t)first), words, count, 1);
   }
 }
 
