@@ -24,6 +24,7 @@ cdef dict _DEFAULTS = {}  # of the options of attend, by their names
 cdef enum:
     _KEEP_GIL = 1 << 14
     _MAX_THREADS = 1024
+    _ROOM = 64  # kvedge.layer.parts has it too
     _LEAST_TOKENS = 16  # kvedge.core.key_map.LEAST_TOKENS
 
 
@@ -251,6 +252,8 @@ cdef class LayerStore:
     cdef cnp.npy_intp _widest  # of the last two
     cdef int64_t _limit                 # most tokens it holds
     cdef object _window                 # its config's: an int or None
+    cdef int64_t _recent, _sinks, _kept  # its config's, and what kept_rows says of it
+    cdef bint _in_runs
     cdef public object parts            # LayerParts or None
     cdef public object turns            # kvedge.rope.Turns or None
     cdef public int64_t evicted_at      # position of the last eviction; 0: none
@@ -267,6 +270,9 @@ cdef class LayerStore:
         self._widest = config.widest
         self._limit = checks.MAX_CAPACITY if config.limit is None else config.limit
         self._window = config.window
+        self._recent, self._sinks = config.recent, config.sinks
+        self._in_runs = config.in_runs
+        self._kept = kept_rows(config)
         self.bind(memory.reserve_slabs(config) if slabs is None else slabs, config, NO_MAP)
 
     # A critical section orders threads of an interpreter without a GIL, and is nothing where there is one.
@@ -621,6 +627,22 @@ cdef class LayerStore:
     ) except *:
         """Append rows that are held in another format too: there first, so that the rows here end with all of them."""
         cdef kvedge_status status
+        cdef kvedge_layer *layers[2]
+        cdef kvedge_array both_keys[2]
+        cdef kvedge_array both_values[2]
+        cdef _Handle last, handle = self._opened()
+        last = self._last_alone(handle, num_tokens)
+        if last is not None:
+            layers[0], layers[1] = last.layer, handle.layer
+            both_keys[0], both_keys[1] = keys[0], keys[0]
+            both_values[0], both_values[1] = values[0], values[0]
+            if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
+                status = kvedge_layers_append(layers, both_keys, both_values, 2, num_tokens)
+            else:
+                with nogil:
+                    status = kvedge_layers_append(layers, both_keys, both_values, 2, num_tokens)
+            if status == KVEDGE_OK:
+                return status
         made = self.parts.begin(self.end(), num_tokens)
         status = (<LayerStore>made.first.store)._append_range(keys, values, 0, made.sinks)
         if status == KVEDGE_OK:
@@ -635,6 +657,35 @@ cdef class LayerStore:
         if status != KVEDGE_OK:
             self.parts.take_back(made)
         return status
+
+    cdef _Handle _last_alone(self, _Handle handle, int64_t num_tokens):
+        """The last tokens' handle, where tokens that are appended come to it and to the rows alone; else None.
+
+        That is where none of them is a first one or fills a run, and the last tokens have room: nearly always. Then the
+        parts stay as they are.
+        """
+        now = self.parts.now
+        cdef tuple parts = <tuple>now
+        cdef _Handle last = (<LayerStore>parts[1][0])._opened(), other
+        cdef int64_t first_row, end = kvedge_layer_range(handle.layer, &first_row), cut, position = parts[1][1]
+        cdef int64_t since = parts[3], held = kvedge_layer_len(last.layer), room = (<LayerStore>parts[1][0])._limit
+        if self._kept == 0 or num_tokens < 1 or num_tokens > self._limit - end:
+            return None
+        end += handle.dropped + first_row
+        cut = end // 32 * 32 if self._in_runs else end
+        if position + held != end or position > cut or since > cut or num_tokens > room - held:
+            return None
+        if room > self._kept + max(num_tokens if self._recent else 0, _ROOM):
+            return None
+        if end < self._sinks:
+            other = (<LayerStore>parts[0][0])._opened()
+            if <int64_t>parts[0][1] + kvedge_layer_len(other.layer) == end:
+                return None
+        if self._in_runs:
+            other = (<LayerStore>parts[2][0])._opened()
+            if end + num_tokens >= cut + 32 or <int64_t>parts[2][1] + kvedge_layer_len(other.layer) != cut:
+                return None
+        return last
 
     cdef kvedge_status _append_runs(
         self, made, const kvedge_array *keys, const kvedge_array *values
@@ -1012,7 +1063,7 @@ def bind():
     """
     global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
     global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
-    global _batch, arrays, checks, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
+    global _batch, arrays, checks, kept_rows, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
     global partial, turned, turned_back_next, _attend_and_note
     from functools import partial
     from inspect import signature
@@ -1028,7 +1079,7 @@ def bind():
     from kvedge.layer import keys as layer_keys
     from kvedge.layer import room
     from kvedge.layer.layer import KvLayer
-    from kvedge.layer.parts import ranges_of, parts_of
+    from kvedge.layer.parts import kept_rows, ranges_of, parts_of
     from kvedge.layer.reading import turned_back_next
     from kvedge.layer.types import layer_classes
     from kvedge.paged.store import BlockStoreMethods

@@ -44,6 +44,12 @@ cdef object _attend_to(
             handle = (<LayerStore>layer)._opened()
             length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
             ranges.append(None)
+        elif (<LayerStore>layer).turns is None:
+            now = <tuple>(<LayerStore>layer).parts.now
+            handle = (<LayerStore>layer)._opened()
+            length = _length_of_parts(now, handle, &first_row)
+            ranges.append(_plain_parts(<LayerStore>layer, now, handle, length, first_row, n_rows, part_handles))
+            num_parts += <int>len(ranges[-1])
         else:
             held = layer.held()
             handle, length, first_row = held.source, held.num_tokens, held.start
@@ -149,6 +155,47 @@ cdef object _attend_to(
     return out, (lse[0] if one_layer else lse)
 
 
+cdef int64_t _length_of_parts(tuple now, _Handle handle, int64_t *first_row):
+    """Tokens of a layer whose parts are these, which were taken before: as `held` has it."""
+    cdef _Handle last = (<LayerStore>now[1][0])._opened()
+    cdef int64_t end = <int64_t>now[1][1] + kvedge_layer_len(last.layer)
+    cdef int64_t length = kvedge_layer_range(handle.layer, first_row)
+    return max(0, min(length, end - handle.dropped - first_row[0]))
+
+
+cdef list _plain_parts(
+    LayerStore layer, tuple now, _Handle handle, int64_t n, int64_t first_row, int64_t num_rows, list handles
+):
+    """As `_parts`, of keys that are not turned: kvedge.layer.parts.parts_of has the rule in words."""
+    cdef list made = []
+    cdef _Handle first = (<LayerStore>now[0][0])._opened(), last = (<LayerStore>now[1][0])._opened(), middle = handle
+    cdef int64_t dropped = handle.dropped + first_row, row = first_row, start, sinks = 0, tail, stop
+    cdef int64_t first_at = now[0][1], last_at = now[1][1], since = max(last_at, <int64_t>now[3])
+    if n == 0:
+        return made
+    if first_at <= dropped:
+        sinks = min(n, max(0, first_at + kvedge_layer_len(first.layer) - dropped))
+    tail = n - (layer._recent + num_rows - 1 if layer._recent else 0)
+    tail = min(n, max(sinks, max(since - dropped, tail)))
+    if layer._in_runs:
+        middle = (<LayerStore>now[2][0])._opened()
+        stop = <int64_t>now[2][1] + kvedge_layer_len(middle.layer) - dropped
+        tail = min(tail, max(sinks, stop))
+        kvedge_layer_range(middle.layer, &row)
+        row += dropped - <int64_t>now[2][1]
+    if sinks > 0:
+        kvedge_layer_range(first.layer, &start)
+        made.append((first, start + dropped - first_at, 0, sinks, ()))
+    if tail > sinks:
+        made.append((middle, row + sinks, sinks, tail, ()))
+    if n > tail:
+        kvedge_layer_range(last.layer, &start)
+        made.append((last, start + tail + dropped - last_at, tail, n, ()))
+    for part in made:
+        handles.append(part[0])
+    return made
+
+
 cdef list _parts(held, layer, Py_ssize_t num_rows, list handles):
     """Parts of what so many queries read of a layer: handle, row, first token, the one after the last, and what a query is turned by there;
     handles are added to `handles`."""
@@ -238,6 +285,8 @@ def append_batch(layers, keys, values, *, layout="nhd"):
         right = right and not layer.frozen
         in_parts = in_parts or layer.parts is not None or layer.turns is not None
     if in_parts:
+        if right and not decides and _append_beside(made, &key_rows, &value_rows, hnd):
+            return
         dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
         _append_each(made, dense_keys, dense_values)
         return
@@ -261,6 +310,32 @@ def append_batch(layers, keys, values, *, layout="nhd"):
         for each, mark in marks:
             layer_keys.return_to(each, mark)
         raise
+
+
+cdef bint _append_beside(list layers, const _Array *keys, const _Array *values, bint hnd) except -1:
+    """Append to all layers where tokens come to rows and last tokens alone; else nothing is done, and False."""
+    cdef _Array key_rows = keys[0], value_rows = values[0]
+    cdef Py_ssize_t begun = 0, i
+    cdef bint stored = False
+    _as_batch(&key_rows, False, key_rows.ndim == 3, hnd)
+    _as_batch(&value_rows, False, value_rows.ndim == 3, hnd)
+    if key_rows.shape[1] != value_rows.shape[1] or key_rows.shape[1] == 0:
+        return False
+    for layer in layers:
+        if (<LayerStore>layer).turns is not None:
+            return False
+    try:
+        for layer in layers:
+            if not (<LayerStore>layer)._begin_writing():
+                return False
+            begun += 1
+        stored = _append_to_all(layers, &key_rows, &value_rows) == KVEDGE_OK
+    finally:
+        for i in range(begun):
+            (<LayerStore>layers[i])._end_writing()
+    if stored:
+        _slide_all(layers, key_rows.shape[1])
+    return stored
 
 
 cdef _append_each(list layers, dense_keys, dense_values):
@@ -329,28 +404,39 @@ cdef _slide_all(list layers, int64_t num_tokens):
 cdef kvedge_status _append_to_all(
     list layers, const _Array *key_rows, const _Array *value_rows
 ) except *:
-    """Append to all layers or, also where one lacks room, to none."""
-    cdef int i, num = <int>len(layers)
+    """Append to all layers, and to the last tokens of those that have some; or, also where one lacks room or would store them
+    elsewhere, to none."""
+    cdef int i, num = 0
     cdef int64_t num_tokens = key_rows.shape[1]
     cdef kvedge_layer **pointers
     cdef kvedge_array *sides
     cdef kvedge_status status
     cdef LayerStore layer
-    cdef _Handle handle
+    cdef _Handle handle, last
     cdef list handles = []
-    for layer in layers:
+    cdef list rows = []  # of each handle: its row of the batch
+    for i, each in enumerate(layers):
+        layer = <LayerStore>each
         handle = layer._opened()
         if num_tokens > layer._limit - kvedge_layer_len(handle.layer):
             return KVEDGE_ERROR_CAPACITY
+        if layer.parts is not None:
+            last = layer._last_alone(handle, num_tokens)
+            if last is None:
+                return KVEDGE_ERROR_CAPACITY
+            handles.append(last)  # first, as in _append_parts
+            rows.append(i)
         handles.append(handle)
+        rows.append(i)
+    num = <int>len(handles)
     sides = <kvedge_array *>PyMem_Malloc(num * (2 * sizeof(kvedge_array) + sizeof(kvedge_layer *)))
     if sides == NULL:
         raise OutOfMemoryError(f"no memory for a call over {num} layers")
     pointers = <kvedge_layer **>(sides + 2 * num)
     for i in range(num):
         pointers[i] = (<_Handle>handles[i]).layer
-        sides[i] = _rows_of(key_rows, i)
-        sides[num + i] = _rows_of(value_rows, i)
+        sides[i] = _rows_of(key_rows, rows[i])
+        sides[num + i] = _rows_of(value_rows, rows[i])
     if _size(key_rows) < _KEEP_GIL and _size(value_rows) < _KEEP_GIL:
         status = kvedge_layers_append(pointers, sides, sides + num, num, num_tokens)
     else:
