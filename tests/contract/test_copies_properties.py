@@ -143,7 +143,7 @@ class CopiesMachine(RuleBasedStateMachine):
     def new_rows(self, n):
         made = self.rng.standard_normal((2, n, H, D)).astype(np.float32)
         if self.made.get("key_scale"):
-            made[0, ..., 3] += 20
+            made[0, ..., 3] += 8
         return made
 
     def each(self, memory_from, name, *args, **kwargs):
