@@ -183,7 +183,8 @@ typedef struct {
   void *key_scales, *value_scales; /* [capacity][num_kv_heads][groups of such a row], float or float16; NULL where the
                                     * format has no scales */
   void *first_keys, *first_values; /* [sinks][num_kv_heads][head_dim or value_head_dim] in recent_format */
-  void *last_keys, *last_values;   /* [kvedge_layer_last_rows(config)], likewise; NULL where there are no such rows */
+  void *last_keys,
+      *last_values; /* [kvedge_layer_last_rows(config)], as first ones; NULL where there are no such rows */
 } kvedge_slabs;
 int64_t kvedge_layer_last_rows(const kvedge_layer_config *config); /* 0: no last tokens; -1: the config is not valid */
 

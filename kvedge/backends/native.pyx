@@ -14,6 +14,8 @@ from libc.math cimport NAN
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset
 
+import os
+
 import numpy as np
 
 cnp.import_array()
@@ -142,6 +144,18 @@ def product_rate(int num_threads, size_t products, int repeats=3):
     return rate
 
 
+cdef int _process = 1  # another number in a forked child, where no thread of its parent goes on
+
+
+def _count_fork():
+    global _process
+    _process += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
 # ---- one layer -----------------------------------------------------------------------------------
 
 
@@ -247,7 +261,7 @@ cdef class LayerStore:
     cdef public bint frozen             # belongs to a KVCache, which alone may change it
     cdef public bint key_map_is_auto    # first tokens may decide it
     cdef public object key_rule         # KeyRule: what of the key map the first tokens decide
-    cdef bint _writing                  # a thread is appending: _begin_writing
+    cdef int _writing                   # _process, while a thread of it is appending: _begin_writing
     cdef cnp.npy_intp _num_kv_heads, _head_dim, _value_head_dim
     cdef cnp.npy_intp _widest  # of the last two
     cdef int64_t _limit                 # most tokens it holds
@@ -295,13 +309,13 @@ cdef class LayerStore:
         """Whether no other thread is appending; then this one is, until _end_writing."""
         cdef bint other
         with cython.critical_section(self):
-            other = self._writing
-            self._writing = True
+            other = self._writing == _process
+            self._writing = _process
         return not other
 
     cdef void _end_writing(self) noexcept:
         with cython.critical_section(self):
-            self._writing = False
+            self._writing = 0
 
     @property
     def config(self):
@@ -508,7 +522,7 @@ cdef class LayerStore:
             handle = self._handle
             if (
                 handle is not None and self.parts is None and self.turns is None
-                and not self._writing and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
+                and self._writing != _process and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
                 and num_tokens <= self._limit - kvedge_layer_len(handle.layer)
                 and not self.key_map_is_open()
             ):

@@ -605,6 +605,7 @@ class KVCache(ConfigFacts):
         """Return to a snapshot; another name of :meth:`restore`."""
         self.restore(snapshot)
 
+    @memory_for("a layer that begins anew")
     def truncate(self, n: int) -> None:
         """Keep the first ``n`` tokens; pending tokens are dropped.
 
@@ -620,6 +621,7 @@ class KVCache(ConfigFacts):
         self._state.check_kept(n)
         self._state.set_length(n)
 
+    @memory_for("a layer that begins anew")
     def clear(self) -> None:
         """Forget all tokens. Automatic key offsets and scales are taken anew from the next ones."""
         editing.clear(self._state)

@@ -418,10 +418,10 @@ class CacheState:
                 self.overwrites.add(0)
             for store, of_layer in zip(self.stores, arrays, strict=True):
                 memory.copy_tokens(of_layer, store.slabs, len(of_layer[0]))
-        for store, own, (tokens, key_map, dropped, _, turns, evicted_at) in zip(
+        for store, filled, (tokens, key_map, dropped, _, turns, evicted_at) in zip(
             self.stores, made, layers, strict=True
         ):
-            store.restart(dropped, own)  # a store forgets what it knew of the old bytes
+            store.restart(dropped, filled)  # a store forgets what it knew of the old bytes
             keys.store_as(store, key_map, keys.rule_of(store, self.key_rule))
             store.set_len(tokens)
             store.turns = turns

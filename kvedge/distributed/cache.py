@@ -151,7 +151,9 @@ class ShardedKVCache(ShardedFacts):
         state = state_of(self._part)
         for index, store in enumerate(state.stores):
             rule = rule_of(store, state.key_rule)
-            self._first[index] = FirstTokens(store, rule) if rule.is_open(store.key_map, 0) else None
+            self._first[index] = (
+                FirstTokens(store, rule) if rule.is_open(store.key_map, 0) else None
+            )
 
     # ---- tokens in -------------------------------------------------------------------------------
 

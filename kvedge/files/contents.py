@@ -69,7 +69,9 @@ class LayerContents(PickledByFields):
     num_dropped: int = 0  # tokens before the first of these
     parts: tuple[PartContents, ...] = ()  # first and last tokens in another format, if some are
     turns: Turns | None = None  # what keys are still to be turned by, if they are
-    evicted_at: int = 0  # position at which tokens were evicted last; 0: where they end, if any were
+    evicted_at: int = (
+        0  # position at which tokens were evicted last; 0: where they end, if any were
+    )
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -409,7 +409,9 @@ def _read_fields(
         _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
     configs, dropped, evicted_at = [config] * num_layers, [0] * num_layers, [0] * num_layers
     if LAYERS in fields:
-        configs, dropped, evicted_at = _read_layers(path, fields[LAYERS], config, num_layers, length)
+        configs, dropped, evicted_at = _read_layers(
+            path, fields[LAYERS], config, num_layers, length
+        )
     form = CacheFormat.of(configs, states)
     if fields["format_version"] != version_of(form):
         _corrupt(

@@ -32,19 +32,18 @@ def keep(stores: Iterable[LayerStore], indices: np.ndarray) -> None:
         if store.config.in_runs:
             runs.append(store)
         else:  # all memory is taken before any row moves
-            steps.append((store, store.keeping(indices), _turns_kept(store, indices)))
-            if store.parts is not None:
-                steps[-1] += (store.parts.kept(indices),)
+            parts = None if store.parts is None else store.parts.kept(indices)
+            steps.append((store, store.keeping(indices), _turns_kept(store, indices), parts))
     with keys.whole_or_nothing(runs, len(indices) - first, first):
         for store in runs:
             turns = _turns_kept(store, indices)
             _keep_runs(store, indices)
             store.turns = turns
-    for store, move, turns, *parts in steps:
+    for store, move, turns, parts in steps:
         move()
         store.turns = turns
-        if store.parts is not None:
-            store.parts.now = parts[0]
+        if store.parts is not None and parts is not None:
+            store.parts.now = parts
 
 
 def _turns_kept(store: LayerStore, indices: np.ndarray) -> Turns | None:

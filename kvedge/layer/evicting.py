@@ -106,13 +106,13 @@ def evict(store: LayerStore, indices: np.ndarray) -> None:
     n, kept = len(store), indices.shape[-1]
     if kept == n:
         return
-    end, moves = store.end(), []  # all memory first
+    end, moves, slabs = store.end(), [], store.slabs  # all memory first
     parts = None if store.parts is None else store.parts.evicted(indices, n - kept)
     if not store.config.in_runs:  # whose rows have no bytes
         moved = np.flatnonzero(np.atleast_2d(indices != np.arange(kept)).any(0))
         first, start = int(moved[0]) if len(moved) else kept, store.held().start
         to = slice(start + first, start + kept)
-        moves = [(slab[to], memory.rows_at(slab, indices[..., first:] + start)) for slab in store.slabs]
+        moves = [(slab[to], memory.rows_at(slab, indices[..., first:] + start)) for slab in slabs]
     for rows, moved_rows in moves:
         rows[...] = moved_rows
     if store.parts is not None and parts is not None:

@@ -28,8 +28,8 @@ __all__ = [
     "mark",
     "return_to",
     "rule_of",
-    "whole_or_nothing",
     "store_as",
+    "whole_or_nothing",
 ]
 
 Mark: TypeAlias = "tuple[object, Turns | None, PartsState | None, SavedRows | None]"

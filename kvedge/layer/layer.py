@@ -375,6 +375,7 @@ class KvLayer(ConfigFacts):
 
     # ---- removing and moving ---------------------------------------------------------------------
 
+    @memory_for("a layer that begins anew")
     def truncate(self, n: int) -> None:
         """Drop all tokens but the first `n`.
 
@@ -391,6 +392,7 @@ class KvLayer(ConfigFacts):
         checks.check_back(store.config, store.held(), n)
         store.set_len(n)
 
+    @memory_for("a layer that begins anew")
     def clear(self) -> None:
         """Drop all tokens, and a key offset and scale that were taken from the first of them.
 

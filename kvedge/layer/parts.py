@@ -303,7 +303,7 @@ class LayerParts:
             ) from error
 
     def _lasting(self) -> int:
-        """Position of the first of the last tokens that stay once others come, or the layer goes back."""
+        """From which position on last tokens stay once others come, or the layer goes back."""
         return min(max(self.now.last_from, self.now.end - self._kept), self.now.end)
 
     # ---- going back and forth --------------------------------------------------------------------
@@ -537,7 +537,7 @@ class LayerParts:
     # ---- copying ---------------------------------------------------------------------------------
 
     def filled(self, contents: Sequence[PartContents], start: int, end: int) -> Parts:
-        """The parts of a layer that holds positions `start` to `end`, with stored bytes of others."""
+        """The parts of a layer that holds positions `start` to `end`, of stored bytes."""
         first, last = contents[:2]
         tokens = len(last.arrays.key_codes)
         runs = None

@@ -90,7 +90,7 @@ class LayerStore(Protocol):
         """Drop the first `n` tokens."""
 
     def restart(self, num_dropped: int = 0, parts: Parts | None = None) -> None:
-        """Hold no token, and begin at row 0 again; with those parts, or empty ones if it has such."""
+        """Hold no token, and begin at row 0 again; with these parts, or empty ones."""
 
     def filled(self, position: int, n: int) -> None:
         """Be told that rows were copied to the slabs."""

@@ -28,7 +28,7 @@ from kvedge.threads import lock_over_forks
 from kvedge.transformers.lazy import LazyTensor, warn_decoded
 from kvedge.transformers.options import StoreOptions
 
-_owning = lock_over_forks()  # held while a layer looks whether others have its rows, and copies them
+_owning = lock_over_forks()  # held while a layer looks whether others have its rows
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 

@@ -1,4 +1,4 @@
-"""Copies of a cache beside it, whatever is done to both: the same bytes, and those of its tokens."""
+"""A cache, its copies and a list of its tokens, whatever is done to all of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from helpers.precise import DRAFT, rows
+from helpers.precise import rows
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvedge import KvCacheSnapshot, KVCache, Rope, errors
+from kvedge import KVCache, KvCacheSnapshot, Rope, errors
 from kvedge.core import memory
 
 H, D = 2, 32
@@ -32,6 +32,9 @@ STORAGE = [
     {"dtype": "q8_0", "key_scale": "auto", "sinks": 5},
     {"dtype": "fp8_e4m3", "key_scale": "auto"},
     {"dtype": "float16", "recent": 9, "recent_dtype": "float32"},
+    {"dtype": "kivi4", "recent": 40, "recent_dtype": "int8"},
+    {"dtype": "int8", "key_dtype": "kivi4", "scale_dtype": "float16", "recent": 12},
+    {"dtype": "fp8_e5m2", "value_dtype": "kivi8", "key_scale": "auto", "recent": 40},
 ]
 SHAPE = ("num_kv_heads", "head_dim", "layers")
 ALLOCATING = ("empty", "empty_like", "zeros", "zeros_like", "concatenate", "stack", "array")
@@ -51,9 +54,12 @@ def no_memory_from(n):
 
         return asked
 
-    with mock.patch.multiple(np, **{name: refusing(getattr(np, name)) for name in ALLOCATING}):
-        with mock.patch.object(memory, "_reserve", refusing(memory._reserve)):
-            yield
+    of_numpy = {name: refusing(getattr(np, name)) for name in ALLOCATING}
+    with (
+        mock.patch.multiple(np, **of_numpy),
+        mock.patch.object(memory, "_reserve", refusing(memory._reserve)),
+    ):
+        yield
 
 
 def saved(cache, mmap):
@@ -101,7 +107,7 @@ def contents(cache):
         layer = cache.layer(i)
         arrays = [cache.k(i), cache.v(i), layer.key_codes, layer.value_codes]
         arrays += [layer.key_scales, layer.value_scales]
-        if len(layer) >= (layer.num_dropped and layer.window or 1):
+        if len(layer) >= ((layer.num_dropped and layer.window) or 1):
             n = 1 if layer.window else min(3, len(layer))
             query = np.random.default_rng(1).standard_normal((n, 4, D))
             arrays += [cache.attend(i, query.astype(np.float32))]
@@ -111,10 +117,10 @@ def contents(cache):
 
 
 class CopiesMachine(RuleBasedStateMachine):
-    """A cache and copies of it, all of which every call goes to; and a list of the tokens.
+    """A cache and copies of it, all of which every call goes to; and a list of its tokens.
 
-    The second layer has a window. `tokens` are those of the first one; its last ones from `base` on,
-    and its first ones up to `first`, are precise.
+    The second layer may have a window; `tokens` are those of the first one, which has evicted
+    `gone` before them, at `evicted_at` the last time.
     """
 
     @initialize(
@@ -137,23 +143,22 @@ class CopiesMachine(RuleBasedStateMachine):
     def new_rows(self, n):
         made = self.rng.standard_normal((2, n, H, D)).astype(np.float32)
         if self.made.get("key_scale"):
-            made[0, ..., 3] += 20
+            made[0, ..., 3] += 8
         return made
 
-    def each(self, call, memory_from=None):
+    def each(self, memory_from, name, *args, **kwargs):
         """Let all caches do it, the first one perhaps once memory has run out in the middle."""
+        done = 0
         if memory_from is not None:
             before = contents(self.caches[0])
             try:
                 with no_memory_from(memory_from):
-                    call(self.caches[0])
-            except MemoryError:
+                    getattr(self.caches[0], name)(*args, **kwargs)
+                done = 1
+            except errors.OutOfMemoryError:
                 assert contents(self.caches[0]) == before
-                call(self.caches[0])
-        else:
-            call(self.caches[0])
-        for other in self.caches[1:]:
-            call(other)
+        for cache in self.caches[done:]:
+            getattr(cache, name)(*args, **kwargs)
 
     refusals = st.none() | st.integers(0, 2) | st.integers(0, 12)
 
@@ -161,16 +166,15 @@ class CopiesMachine(RuleBasedStateMachine):
     def append(self, n, memory_from):
         new = self.new_rows(n)
         for i in range(2):
-            self.each(lambda cache: cache.append(i, *new), memory_from)
-        self.each(lambda cache: cache.advance(n))
+            self.each(memory_from, "append", i, *new)
+        self.each(None, "advance", n)
         self.tokens = np.concatenate([self.tokens, new], axis=1)
 
     @rule(n=st.integers(1, 3), memory_from=refusals)
     def push(self, n, memory_from):
         for _ in range(n):
             new = self.new_rows(1)
-            step = new.repeat(2, axis=1)
-            self.each(lambda cache: cache.push_step(*step), memory_from)
+            self.each(memory_from, "push_step", *new.repeat(2, axis=1))
             self.tokens = np.concatenate([self.tokens, new], axis=1)
 
     @property
@@ -189,7 +193,7 @@ class CopiesMachine(RuleBasedStateMachine):
     def truncate(self, back, memory_from):
         n = max(0, self.length - back)
         if not n or self.can_go_to(n):
-            self.each(lambda cache: cache.truncate(n), memory_from)
+            self.each(memory_from, "truncate", n)
             self.tokens = self.tokens[:, : max(n - self.gone, 0)]
             if not n:
                 self.forget()
@@ -210,20 +214,22 @@ class CopiesMachine(RuleBasedStateMachine):
         start = data.draw(st.integers(0, n))
         stop = data.draw(st.integers(start, n))
         kept = np.r_[0:start, stop:n]
-        self.each(lambda cache: cache.keep(kept), memory_from)
+        self.each(memory_from, "keep", kept)
         self.tokens = self.tokens[:, kept]
         self.shift(delta, start, None, memory_from)
 
     @precondition(lambda self: not self.gone)
     @rule(
-        delta=st.integers(-50, 50), start=st.integers(0, 99), n=st.integers(0, 99) | st.none(),
+        delta=st.integers(-50, 50),
+        start=st.integers(0, 99),
+        n=st.integers(0, 99) | st.none(),
         memory_from=refusals,
     )
     def shift(self, delta, start, n, memory_from):
         end = self.tokens.shape[1]
         start = min(start, end)
         stop = end if n is None else min(start + n, end)
-        self.each(lambda cache: cache.shift(delta, rope=Rope(D), start=start, stop=stop), memory_from)
+        self.each(memory_from, "shift", delta, rope=Rope(D), start=start, stop=stop)
         self.tokens[0, start:stop] = Rope(D).rotate(self.tokens[0, start:stop], delta)
 
     @rule(back=st.integers(0, 99), n=st.integers(32, 150), memory_from=refusals)
@@ -236,17 +242,17 @@ class CopiesMachine(RuleBasedStateMachine):
             return
         kept = np.r_[0:start, stop:held]
         try:
-            self.each(lambda cache: cache.evict(0, kept), memory_from)
+            self.each(memory_from, "evict", 0, kept)
         except errors.InvalidArgumentError as error:
             assert "shift" in str(error)
             return
         self.evicted_at = self.length
         self.gone, self.tokens = self.gone + stop - start, self.tokens[:, kept]
 
-    @rule(storage=st.sampled_from(STORAGE), memory_from=refusals)
-    def requantize(self, storage, memory_from):
+    @rule(storage=st.sampled_from(STORAGE))
+    def requantize(self, storage):
         if self.window is None or "sinks" not in storage:
-            self.each(lambda cache: cache.requantize(**storage))
+            self.each(None, "requantize", **storage)
             self.made = {**{name: self.made[name] for name in SHAPE}, **storage}
 
     @precondition(lambda self: self.is_whole)
@@ -261,14 +267,14 @@ class CopiesMachine(RuleBasedStateMachine):
     def clear(self, memory_from, sure):
         if sure:
             return
-        self.each(lambda cache: cache.clear(), memory_from)
+        self.each(memory_from, "clear")
         self.forget()
 
     @precondition(lambda self: self.is_whole)
     @rule(start=st.floats(0, 1), n=st.integers(0, 70), memory_from=refusals, mine=st.booleans())
     def inject(self, start, n, memory_from, mine):
         at = int(start * self.tokens.shape[1])
-        if self.made["dtype"].startswith("kivi") or "kivi" in self.made.get("value_dtype", ""):
+        if "kivi" in str(self.made):
             at, n = at // 32 * 32, n // 32 * 32
         n = min(n, self.tokens.shape[1]) if mine else n
         new = self.tokens[:, :n] if mine else self.new_rows(n)
@@ -279,10 +285,8 @@ class CopiesMachine(RuleBasedStateMachine):
             for i in range(2):
                 other.append(i, *new)
             other.advance(n)
-        self.each(lambda cache: cache.inject(other, at, requantize=not mine), memory_from)
-        self.tokens = np.concatenate(
-            [self.tokens[:, :at], new, self.tokens[:, at + n :]], axis=1
-        )
+        self.each(memory_from, "inject", other, at, requantize=not mine)
+        self.tokens = np.concatenate([self.tokens[:, :at], new, self.tokens[:, at + n :]], axis=1)
 
     @rule(way=st.sampled_from(list(WAYS)), goes_on=st.booleans())
     def copied(self, way, goes_on):
@@ -314,4 +318,54 @@ class CopiesMachine(RuleBasedStateMachine):
 
 
 TestCopies = CopiesMachine.TestCase
-TestCopies.settings = settings(stateful_step_count=25)
+TestCopies.settings = settings(
+    max_examples=max(150, settings.default.max_examples), stateful_step_count=25
+)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "fp8_e4m3", "q8_0", "kivi4"])
+@pytest.mark.parametrize(
+    ("parts", "sizes", "back"),
+    [
+        ({}, (7, 10), 13),
+        ({}, (7, 20), 5),
+        ({"recent": 20}, (200, 150), 210),
+        ({"recent": 96, "sinks": 4}, (200, 150), 200),
+    ],
+)
+def test_a_copy_goes_back_and_on_as_its_original(dtype, parts, sizes, back):
+    pytest.importorskip("safetensors")
+    made = {"num_layers": 1, "num_kv_heads": H, "head_dim": D, "dtype": dtype, **parts}
+    if dtype != "kivi4":
+        made["key_scale"] = "auto"
+    tokens, cache, at = rows(3, sum(sizes) + 40, D), KVCache(**made), 0
+    tokens[0, ..., 3] += 20
+    for n in (*sizes, 40):
+        if n == 40:
+            caches = [cache, *(way(cache, made) for way in WAYS.values())]
+            for each in caches:
+                each.truncate(back)
+            caches += [way(cache, made) for way in WAYS.values()]
+            for each in caches[1:]:
+                assert contents(each) == contents(cache)
+        for each in caches if n == 40 else [cache]:
+            each.append(0, *tokens[:, at : at + n])
+            each.advance(n)
+        at += n
+    for each in caches[1:]:
+        assert contents(each) == contents(cache)
+
+
+@pytest.mark.parametrize("storage", STORAGE, ids=str)
+def test_a_context_shift_keeps_the_last_tokens_as_they_are(storage):
+    cache, new = KVCache(1, H, D, **storage), rows(4, 301, D)
+    cache.append(0, *new)
+    cache.advance(301)
+    kept = np.r_[0:4, 104:301]
+    last = slice(-max(cache.recent, 1), None)
+    before = cache.k(0)[last], cache.v(0)[last]
+    cache.keep(kept)
+    np.testing.assert_array_equal(cache.k(0)[last], before[0])
+    np.testing.assert_array_equal(cache.v(0)[last], before[1])
+    cache.push_step(*new[:, :1])
+    assert len(cache) == 202

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import numpy as np
@@ -18,7 +17,6 @@ from kvedge import (
     attend_batch,
     errors,
 )
-from kvedge.cache.cache import state_of
 
 RECENT = {"dtype": "int4", "recent": 12, "sinks": 3}
 KINDS = [
@@ -36,34 +34,6 @@ KINDS = [
     {"dtype": "fp8_e5m2", "value_dtype": "kivi8", "key_scale": "auto", "recent": 40},
 ]
 kinds = pytest.mark.parametrize("options", KINDS, ids=str)
-
-
-@kinds
-@pytest.mark.parametrize("tokens", [1, 31, 32, 130, 352])
-def test_copies_files_and_pickles_keep_all(tmp_path, tokens, options):
-    pytest.importorskip("safetensors")
-    cache = cache_of(rows(17, tokens), 2, **options)
-    cache.save(tmp_path / "cache")
-    others = [
-        cache.copy(),
-        copy.deepcopy(cache),
-        pickle.loads(pickle.dumps(cache)),
-        KVCache.load(tmp_path / "cache"),
-        KVCache.load(tmp_path / "cache", mmap=True),
-        cache.extract(),
-    ]
-    for other in others:
-        assert cache_bits(other) == cache_bits(cache)
-        assert str(state_of(other).format) == str(state_of(cache).format)
-    for other in (cache, *others):  # and go on alike
-        other.truncate(tokens * 2 // 3)
-        for i in range(2):
-            other.append(i, *rows(18, 70))
-        other.advance(70)
-        assert cache_bits(other) == cache_bits(cache)
-    cache.truncate(len(cache) - 69)  # into a run, perhaps
-    cache.save(tmp_path / "again")
-    assert cache_bits(KVCache.load(tmp_path / "again")) == cache_bits(cache)
 
 
 @kinds

@@ -205,6 +205,55 @@ def test_a_forked_child_attends_as_its_parent(num_threads, layer_class, rng):
 
 @can_fork
 @pytest.mark.subprocess
+@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"dtype": "int4", "recent": 20}])
+def test_a_child_forked_beside_threads_that_append_goes_on(options, rng):
+    """Each to a layer of its own, which the child then has as it was, or with some tokens more."""
+    layers = [KVCache(1, H, D, **options) for _ in range(2)]
+    rows, over = normal(rng, 4000, H, D), threading.Event()
+
+    def append(cache):
+        while not over.is_set():
+            cache.append(0, rows, rows)
+            cache.clear()
+
+    def check():
+        for cache in layers:
+            held = len(cache.layer(0))
+            cache.append(0, rows[:3], rows[:3])
+            assert held in (0, 4000) and len(cache.layer(0)) == held + 3
+            cache.attend(0, normal(rng, H, D))
+
+    threads = [threading.Thread(target=append, args=(cache,)) for cache in layers]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            in_forked_child(check)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@can_fork
+@pytest.mark.subprocess
+def test_a_child_forked_while_a_lock_is_held_does_not_wait_for_it():
+    held, lock = threading.Event(), kvedge.threads._setting
+
+    def hold():
+        with lock:
+            held.set()
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    in_forked_child(lambda: kvedge.set_num_threads(2))
+    thread.join()
+
+
+@can_fork
+@pytest.mark.subprocess
 def test_a_forked_child_writes_to_its_own_memory(layer_class, rng):
     layer = filled(layer_class, rng, 100, H, D, capacity=200)
     before = content(layer)
