@@ -69,8 +69,8 @@ C_LAYERS = """
 class Config(ctypes.Structure):
     _fields_ = [("format", ctypes.c_int), ("scale_type", ctypes.c_int),
                 ("capacity", ctypes.c_int64)] + [(name, ctypes.c_int) for name in (
-                "heads", "head_dim", "group_size", "value_head_dim", "value_format", "value_rotation",
-                "recent", "sinks", "recent_format", "recent_room")]
+                "heads", "head_dim", "group_size", "value_head_dim", "value_format",
+                "value_rotation", "recent", "sinks", "recent_format", "recent_room")]
 
 library = ctypes.CDLL(str(c_library.LIBRARY))
 library.kvedge_layer_destroy.argtypes = [ctypes.c_void_p]
