@@ -307,11 +307,13 @@ cdef class LayerStore:
 
     cdef bint _begin_writing(self):
         """Whether no other thread is appending; then this one is, until _end_writing."""
-        cdef bint other
+        cdef int other
         with cython.critical_section(self):
-            other = self._writing == _process
+            other = self._writing
             self._writing = _process
-        return not other
+        if other and other != _process:  # a thread of the parent's, at the fork
+            self.set_len(self.held().num_tokens)  # without what it had not come to the end of
+        return other != _process
 
     cdef void _end_writing(self) noexcept:
         with cython.critical_section(self):

@@ -167,7 +167,7 @@ class LayerParts:
 
     def begin(self, end: int, n: int) -> Appending:
         """Make ready for `n` tokens from position `end` on; nothing is changed yet."""
-        first, last, runs, _ = self.now
+        first, last, runs = self.now[:3]
         lengths = [len(first.store), len(last.store)]
         recent, room = self._whole.config.recent, last.store.config.capacity
         kept = max(0, end + (0 if recent else n) - self._kept)  # tokens from here on are needed
@@ -310,7 +310,7 @@ class LayerParts:
 
     def set_end(self, end: int) -> None:
         """Hold the tokens before a position, which may lie above the present one."""
-        first, last, runs, since = self.now
+        first, last, runs, since = self.now[:4]
         length = end - last.position
         if not self._kept:
             last = Part(last.store, end)
@@ -324,7 +324,7 @@ class LayerParts:
         if runs is not None:
             length = runs_end(end, max(last.position, since)) - runs.position
             runs.store.set_len(min(max(length, 0), runs.store.written()))
-        self.now = Parts(first, last, runs, since)
+        self.now = Parts(first, last, runs, since, end if end < last.position else None)
 
     def empty(self, position: int) -> Parts:
         """Parts that hold no token; the next one is at a position."""
@@ -513,7 +513,7 @@ class LayerParts:
         Positions of the last ones stay. `indices` are (n,) or (num_kv_heads, n); the last ones of
         :func:`kept_rows` are among them, and whole runs.
         """
-        first, last, runs, _ = self.now
+        first, last, runs = self.now[:3]
         held = self._whole.held()
         start, end = held.num_dropped, held.num_dropped + held.num_tokens
         moved = np.flatnonzero(np.atleast_2d(indices != np.arange(indices.shape[-1])).any(0))
@@ -561,7 +561,7 @@ class LayerParts:
 
     def return_to_last(self, contents: PartContents, end: int) -> None:
         """Hold last tokens again that a layer had at a position, to which it has gone back."""
-        first, last, runs, _ = self.now
+        first, last, runs = self.now[:3]
         last = _filled(self._last(end - len(contents.arrays.key_codes)), contents)
         if runs is not None:
             length = max(runs_end(end, last.position) - runs.position, 0)
@@ -677,7 +677,7 @@ def contents_of(
     """
     if held.parts is None:
         return ()
-    first, last, runs, _ = held.parts
+    first, last, runs = held.parts[:3]
     first_rows = slice(max(0, start - first.position), max(0, end - first.position))
     if first.position > start:
         first_rows = slice(0, 0)
@@ -744,7 +744,7 @@ def parts_of(held: Held, config: LayerConfig, num_rows: int = 1) -> list[ReadPar
     n, dropped = held.num_tokens, held.num_dropped
     if held.parts is None or not n:
         return [ReadPart(None, 0, 0, n)] if n else []
-    first, last, runs, _ = held.parts
+    first, last, runs = held.parts[:3]
     sinks = 0
     if first.position <= dropped:
         sinks = min(n, max(0, first.position + len(first.store) - dropped))

@@ -147,6 +147,7 @@ class Parts(NamedTuple):
     last: Part
     runs: Part | None = None
     since: int = 0  # last tokens before this position are not read, if there are some
+    before: int | None = None  # where the layer ends, if that is before its last tokens
 
     @property
     def last_from(self) -> int:
@@ -161,6 +162,8 @@ class Parts(NamedTuple):
     @property
     def end(self) -> int:
         """Position up to which the last tokens are there."""
+        if self.before is not None:
+            return self.before
         return self.last.position + len(self.last.store)
 
 

@@ -205,7 +205,9 @@ def test_a_forked_child_attends_as_its_parent(num_threads, layer_class, rng):
 
 @can_fork
 @pytest.mark.subprocess
-@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"dtype": "int4", "recent": 20}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "int8"}, {"dtype": "int4", "recent": 20}, {"dtype": "kivi8"}]
+)
 def test_a_child_forked_beside_threads_that_append_goes_on(options, rng):
     """Each to a layer of its own, which the child then has as it was, or with some tokens more."""
     layers = [KVCache(1, H, D, **options) for _ in range(2)]
@@ -221,7 +223,8 @@ def test_a_child_forked_beside_threads_that_append_goes_on(options, rng):
             held = len(cache.layer(0))
             cache.append(0, rows[:3], rows[:3])
             assert held in (0, 4000) and len(cache.layer(0)) == held + 3
-            cache.attend(0, normal(rng, H, D))
+            read = np.concatenate([cache.k(0)[-3:], cache.k(0)[:held]])
+            assert np.abs(read - rows[[0, 1, 2, *range(held)]]).max() < 0.7
 
     threads = [threading.Thread(target=append, args=(cache,)) for cache in layers]
     for thread in threads:
