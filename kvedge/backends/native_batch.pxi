@@ -158,8 +158,8 @@ cdef object _attend_to(
 cdef int64_t _length_of_parts(tuple now, _Handle handle, int64_t *first_row):
     """Tokens of a layer whose parts are these, which were taken before: as `held` has it."""
     cdef _Handle last = (<LayerStore>now[1][0])._opened()
-    cdef int64_t end = <int64_t>now[1][1] + kvedge_layer_len(last.layer)
     cdef int64_t length = kvedge_layer_range(handle.layer, first_row)
+    cdef int64_t end = <int64_t>now[1][1] + kvedge_layer_len(last.layer) if now[4] is None else now[4]
     return max(0, min(length, end - handle.dropped - first_row[0]))
 
 
