@@ -30,7 +30,10 @@ static guarded_layer new_layer(kvedge_layer_config config) {
     g.scales[i] = new_block(rows * groups_of(&config) * scale);
     memset(g.codes[i].data, 0x55, g.codes[i].size), memset(g.scales[i].data, 0x55, g.scales[i].size);
   }
-  kvedge_slabs slabs = {g.codes[0].data, g.codes[1].data, g.scales[0].data, g.scales[1].data};
+  const kvedge_slabs slabs = {.key_codes = g.codes[0].data,
+                              .value_codes = g.codes[1].data,
+                              .key_scales = g.scales[0].data,
+                              .value_scales = g.scales[1].data};
   CHECK(kvedge_layer_attach(g.header.data, g.header.size, &config, &slabs, &g.layer) == KVEDGE_OK);
   return g;
 }
