@@ -163,6 +163,8 @@ class LayerStore:
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
+            if len(self) < self._now.num_tokens:  # forked beside an append, which ends here
+                self.set_len(len(self))
             before = mark(self, len(keys))
             try:
                 keys = turned_back_next(self, keys)
