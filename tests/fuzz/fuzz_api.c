@@ -156,7 +156,8 @@ static void open_layer(void) {
       it.memory = exact_aligned(header, 64);
       for (int i = 0; i < NUM_ARRAYS; i++)
         if (it.row_bytes[i]) it.own[i] = aligned ? exact_aligned(bytes_of(i), 64) : exact(bytes_of(i));
-      kvedge_slabs slabs = {it.own[0], it.own[1], it.own[2], it.own[3]};
+      const kvedge_slabs slabs = {
+          .key_codes = it.own[0], .value_codes = it.own[1], .key_scales = it.own[2], .value_scales = it.own[3]};
       REQUIRE(kvedge_layer_attach(it.memory, header - 1, &config, &slabs, &it.layer) == KVEDGE_ERROR_MEMORY,
               "a byte too few");
       status = kvedge_layer_attach(it.memory, header, &config, &slabs, &it.layer);
