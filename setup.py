@@ -134,7 +134,11 @@ class OptionalBuildExt(build_ext):
         sources = files("csrc/**/*.c")
         fast = {s for s in sources if "/kernels/" in s and "/scalar/" not in s}
         least = {"extra_postargs": ["-Os" if w == "-O3" else w for w in ext.extra_compile_args]}
-        small = {s for s in sources if "/session/" in s and "sha256" not in s}
+        small = {s for s in sources if "/session/" in s}
+        for name in ("store/ranges", "store/edit", "store/blocks", "formats/grids", "system/"):
+            small |= {s for s in sources if name in s}
+        for name in ("attention.c", "call", "parts", "rows", "skip"):
+            small |= {s for s in sources if f"/attention/{name}" in s}
         jobs = {s: library if s in fast else library | rest for s in sources}
         jobs |= dict.fromkeys(small, library | least)
         # Partial redundancy elimination makes only copies, but here: heads of 192, 2% of the time.
@@ -262,7 +266,9 @@ def extensions():
         return []
     import numpy
     from Cython.Build import cythonize
+    from Cython.Compiler import Options
 
+    Options.docstrings = False  # what is public takes its own from Python's classes
     last = last_flags()
     # -O2 is a later -O than -Ofast, which links crtfastmath.o whatever else is said; and -shared
     # is later than -pie.
