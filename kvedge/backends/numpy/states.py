@@ -15,7 +15,7 @@ import numpy as np
 from kvedge.core.checks import check_finite
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.half import decode_bfloat16, encode_bfloat16
-from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.errors import InvalidArgumentError, LayoutError, ShapeMismatchError
 
 __all__ = ["conv_extend", "delta_extend", "mamba_extend"]
 
@@ -42,13 +42,28 @@ def _check(**inputs: tuple[np.ndarray | None, tuple[int, ...]]) -> None:
                 got=array.shape,
             )
     for name, (array, _) in inputs.items():
-        if array is not None and name != "out":
+        if array is not None and name == "out":
+            _check_writeable(name, array)
+        elif array is not None:
             check_finite(array, name)
 
 
 def _axis(array: np.ndarray, axis: int) -> int:
     """The size of an axis; -1 if there is none, which no other array has."""
     return array.shape[axis] if axis < array.ndim else -1
+
+
+def _sizes(state: np.ndarray, axes: int) -> tuple[int, ...]:
+    """The shape of a state; ShapeMismatchError if it has other axes."""
+    if state.ndim != axes:
+        raise ShapeMismatchError(f"state must have {axes} axes, not shape {state.shape}")
+    _check_writeable("state", state)
+    return state.shape
+
+
+def _check_writeable(name: str, array: np.ndarray) -> None:
+    if not array.flags.writeable:
+        raise LayoutError(f"{name} is read-only, and is written to")
 
 
 @in_default_mode
@@ -81,7 +96,7 @@ def delta_extend(
     threads : int
         Not used here.
     """
-    batch, heads, key_dim, value_dim = state.shape
+    batch, heads, key_dim, value_dim = _sizes(state, 4)
     tokens, by_channel = _axis(query, 1), _axis(gate, 3) != 1
     of_key = (batch, tokens, _axis(query, 2), key_dim)
     of_value = (batch, tokens, heads, value_dim)
@@ -145,7 +160,7 @@ def mamba_extend(
     threads : int
         Not used here.
     """
-    batch, heads, head_dim, size = state.shape
+    batch, heads, head_dim, size = _sizes(state, 4)
     tokens = _axis(x, 1)
     of_x, of_group = (batch, tokens, heads, head_dim), (batch, tokens, _axis(B, 2), size)
     _check(
@@ -196,7 +211,7 @@ def conv_extend(
         Not used here.
     """
     tokens, width = _axis(x, 1), _axis(weight, 1)
-    of_x = (state.shape[0], tokens, state.shape[1])
+    of_x = (_sizes(state, 3)[0], tokens, state.shape[1])
     _check(
         x=(x, of_x),
         weight=(weight, (of_x[2], width)),
