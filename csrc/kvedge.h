@@ -126,8 +126,7 @@ typedef struct {
  * runs, too, a run being encoded from its tokens as recent_format has them once it is whole. 64 tokens more than are read are kept,
  * so that going back by as many leaves no trace; further back, what is read stays as it is stored. An append waits, once
  * in 64 tokens or recent_room, for calls that read; kvedge_layer_write and _filled, pools, sessions and the sliced calls of
- * kvedge_attention are for other layers. Of the last 32 and first 4 tokens in float16, 8 bits lose a fifteenth
- * (docs/formats.md). */
+ * kvedge_attention are for other layers. */
 typedef struct kvedge_layer kvedge_layer;
 
 typedef enum {

@@ -266,10 +266,12 @@ kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int n
   KVEDGE_FLOAT_MODE;
   if (!layer || !query || !logits || num_tokens < 1 || num_heads < 1) return KVEDGE_ERROR_ARGUMENT;
   if (kvedge_has_ranges(layer)) {
-    const kvedge_ranges ranges = kvedge_take_ranges(layer);
+    kvedge_ranges ranges;
+    kvedge_hold(layer);
+    kvedge_layer_get_ranges(layer, &ranges);
     const int64_t row = first_row < 0 ? ranges.start : first_row;
     const kvedge_status status = scores_of_ranges(layer, &ranges, query, num_heads, scale, row, num_tokens, logits);
-    kvedge_release_ranges(layer);
+    kvedge_release(layer);
     return status;
   }
   const kvedge_attention_options at = {.num_tokens = num_tokens, .first_row = first_row};

@@ -239,13 +239,41 @@ static int count_parts(const kvedge_attention_call *calls, int num_calls, int *r
   return *segments <= (int64_t)(SIZE_MAX / sizeof(kvedge_segment) / 2);
 }
 
+/* Layer `index` of a call, which has one or those of its parts, if it has three ranges; else NULL. */
+static const kvedge_layer *held_layer(const kvedge_attention_call *call, int index) {
+  const kvedge_layer *layer = call->num_parts ? call->parts[index].layer : call->layer;
+  return kvedge_has_ranges(layer) ? layer : NULL;
+}
+
+/* Releases the layers of calls before part `part` of call `end`, the last of them first. */
+static void release_before(const kvedge_attention_call *calls, int end, int part) {
+  for (int i = end; i >= 0; i--) {
+    if (i < end) part = calls[i].num_parts ? calls[i].num_parts : 1;
+    while (part-- > 0)
+      if (held_layer(&calls[i], part)) kvedge_release(held_layer(&calls[i], part));
+  }
+}
+
+/* Holds the layers of calls, however often they occur: all at once, since a writer may wait for those that are held. */
+static void hold_layers(const kvedge_attention_call *calls, int num_calls) {
+  for (int i = 0; i < num_calls; i++)
+    for (int p = 0; p < (calls[i].num_parts ? calls[i].num_parts : 1); p++) {
+      const kvedge_layer *layer = held_layer(&calls[i], p);
+      if (!layer || kvedge_try_hold(layer)) continue;
+      release_before(calls, i, p);
+      kvedge_hold(layer); /* once its writer is done, all are tried again */
+      kvedge_release(layer);
+      i = -1;
+      break;
+    }
+}
+
 kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads) {
   KVEDGE_FLOAT_MODE;
   enum { FEW = 8 }; /* that need no memory of the heap */
   kvedge_request few[FEW], *requests = few;
   kvedge_attention_options few_options[FEW], *options = few_options;
   kvedge_segment few_segments[FEW], *segments = few_segments;
-  const kvedge_layer *few_taken[FEW], **taken = few_taken;
   int few_counts[FEW], *counts = few_counts, most, n = 0;
   int64_t most_segments;
   kvedge_status status = KVEDGE_OK;
@@ -256,15 +284,15 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
     options = malloc((size_t)most * sizeof *options);
     segments = malloc((size_t)most_segments * sizeof *segments);
     counts = malloc((size_t)num_calls * sizeof *counts);
-    taken = malloc((size_t)most * sizeof *taken);
-    if (!requests || !options || !segments || !counts || !taken) status = KVEDGE_ERROR_MEMORY;
+    if (!requests || !options || !segments || !counts) status = KVEDGE_ERROR_MEMORY;
   }
-  kvedge_call_room room = {segments, options, requests, taken};
+  kvedge_call_room room = {segments, options, requests};
+  hold_layers(calls, num_calls);
   for (int i = 0; i < num_calls && status == KVEDGE_OK; i++)
     n += counts[i] = requests_of_call(&calls[i], num_heads, &room, &status);
   if (status == KVEDGE_OK) status = run_calls(calls, num_calls, counts, requests, n, num_threads);
-  while (room.taken > taken) kvedge_release_ranges(*--room.taken);
-  if (requests != few) free(requests), free(options), free(segments), free(counts), free(taken);
+  release_before(calls, num_calls, 0);
+  if (requests != few) free(requests), free(options), free(segments), free(counts);
   return status;
 }
 

@@ -12,7 +12,7 @@ int kvedge_requests_of_part(const kvedge_part *p) { return p->layer && kvedge_ha
 
 int64_t kvedge_segments_of_part(const kvedge_part *p) {
   if (!p->layer || p->num_tokens < 0 || p->num_tokens > KVEDGE_MOST_TOKENS) return 0;
-  if (kvedge_has_ranges(p->layer)) return p->blocks ? 0 : 4; /* two of last tokens */
+  if (kvedge_has_ranges(p->layer)) return p->blocks ? 0 : 5; /* of last tokens 3: blocks of a ring */
   if (!p->blocks) return 1;
   if (!kvedge_is_block_size(p->layer, p->block_size) || p->first_row < 0 || p->first_row > KVEDGE_MOST_TOKENS) return 0;
   return kvedge_blocks_of_rows(p->block_size, p->num_tokens);
@@ -112,9 +112,9 @@ static int put_request(const kvedge_attention_call *call, const kvedge_part *par
 /* Those for tokens of a layer of three ranges, 0 to 3. */
 static int put_requests_of_ranges(const kvedge_attention_call *call, const kvedge_part *of, int num_heads, int64_t len,
                                   int is_first, kvedge_call_room *room, kvedge_status *status) {
-  const kvedge_ranges ranges = kvedge_take_ranges(of->layer);
+  kvedge_ranges ranges;
   kvedge_part parts[3];
-  *room->taken++ = of->layer;
+  kvedge_layer_get_ranges(of->layer, &ranges);
   const int64_t row = of->first_row < 0 ? ranges.start : of->first_row;
   if (of->num_tokens > ranges.stop - row) {
     *status = KVEDGE_ERROR_ARGUMENT;

@@ -17,10 +17,9 @@ typedef struct {
   kvedge_segment *segments;
   kvedge_attention_options *options;
   kvedge_request *requests;
-  const kvedge_layer **taken; /* layers whose ranges were taken, to be released once the calls have run */
 } kvedge_call_room;
 
-/* Checks a call on parts, and makes requests of them, at least one; returns their number. */
+/* Checks a call on parts, and makes requests of them, at least one; returns their number. Layers of three ranges are held. */
 int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_call_room *room,
                              kvedge_status *status);
 

@@ -33,13 +33,15 @@ kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to) {
   if (status == KVEDGE_OK) status = kvedge_layer_set_key_scale(to, from->keys.scale);
   if (status != KVEDGE_OK) return status;
   if (kvedge_has_ranges(from)) {
-    const kvedge_ranges ranges = kvedge_take_ranges(from);
+    kvedge_ranges ranges;
+    kvedge_hold(from);
+    kvedge_layer_get_ranges(from, &ranges);
     const int fits = ranges.stop - row <= to->config.capacity;
     if (fits) {
       kvedge_copy_tokens(from, row, to, 0, ranges.stop - row);
       kvedge_ranges_copy(to, from, &ranges, ranges.stop, row);
     }
-    kvedge_release_ranges(from);
+    kvedge_release(from);
     return fits ? KVEDGE_OK : KVEDGE_ERROR_CAPACITY;
   }
   kvedge_copy_tokens(from, row, to, 0, len);

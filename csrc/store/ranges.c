@@ -89,18 +89,20 @@ static kvedge_ranges ranges_now(const kvedge_layer *layer) {
   return r;
 }
 
-kvedge_ranges kvedge_take_ranges(const kvedge_layer *of) {
+int kvedge_try_hold(const kvedge_layer *of) {
   kvedge_layer *layer = (kvedge_layer *)of;
   forget_parents_readers(layer);
-  for (;;) {
-    while (atomic_load(&layer->is_draining)) sched_yield();
-    atomic_fetch_add(&layer->num_readers, 1);
-    if (!atomic_load(&layer->is_draining)) return ranges_now(layer);
-    atomic_fetch_sub(&layer->num_readers, 1);
-  }
+  atomic_fetch_add(&layer->num_readers, 1);
+  if (!atomic_load(&layer->is_draining)) return 1;
+  kvedge_release(layer);
+  return 0;
 }
 
-void kvedge_release_ranges(const kvedge_layer *layer) { atomic_fetch_sub(&((kvedge_layer *)layer)->num_readers, 1); }
+void kvedge_hold(const kvedge_layer *layer) {
+  while (!kvedge_try_hold(layer)) sched_yield();
+}
+
+void kvedge_release(const kvedge_layer *layer) { atomic_fetch_sub(&((kvedge_layer *)layer)->num_readers, 1); }
 
 /* Some rows of last tokens; its blocks are the ring, twice. */
 static kvedge_part part_of_ring(const kvedge_layer *last, int64_t row, int64_t num_tokens) {
@@ -154,9 +156,10 @@ static void load(const kvedge_layer *layer, const kvedge_ranges *ranges, int val
 }
 
 void kvedge_ranges_load(const kvedge_layer *layer, int values, int64_t start, int64_t stop, float *out) {
-  const kvedge_ranges ranges = kvedge_take_ranges(layer);
+  kvedge_hold(layer);
+  const kvedge_ranges ranges = ranges_now(layer);
   load(layer, &ranges, values, start, stop, out);
-  kvedge_release_ranges(layer);
+  kvedge_release(layer);
 }
 
 /* ---- The writer: what can be stored --------------------------------------------------------------------------------- */

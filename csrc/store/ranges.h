@@ -23,9 +23,11 @@ int64_t kvedge_ring_rows(const kvedge_layer_config *config);
 kvedge_layer_config kvedge_first_config(const kvedge_layer_config *config);
 kvedge_layer_config kvedge_last_config(const kvedge_layer_config *config);
 
-/* Which tokens lie where, of one moment. Until it is released, no row that it tells of is written over. */
-kvedge_ranges kvedge_take_ranges(const kvedge_layer *layer);
-void kvedge_release_ranges(const kvedge_layer *layer);
+/* Keeps a layer's writer from writing over rows that kvedge_layer_get_ranges tells of from now on, until it is released. Who
+ * holds a layer must not wait for another, nor for the same again: it may try, and if that fails, 0, release what it holds. */
+int kvedge_try_hold(const kvedge_layer *layer);
+void kvedge_hold(const kvedge_layer *layer);
+void kvedge_release(const kvedge_layer *layer);
 
 /* Where num_tokens tokens from a row on are read by query rows, the first of which stands at row `query_row`, or by
  * a getter (the last one): parts, in order, whose positions count from that row. Returns their number, 0 to 3. */
