@@ -104,7 +104,7 @@ static int put_request(const kvedge_attention_call *call, const kvedge_part *par
   if (!request_of_part(call, part, num_heads, len, room->segments, room->options, room->requests)) return 0;
   if (room->requests->view.len + room->options->start != part->num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
   if (!is_first) room->options->sink_logits = NULL; /* they count once */
-  room->segments += kvedge_segments_of_part(part);
+  room->segments += part->blocks ? kvedge_blocks_of_rows(part->block_size, part->num_tokens) : 1;
   room->options++, room->requests++;
   return 1;
 }
