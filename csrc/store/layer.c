@@ -24,7 +24,8 @@ static int complete_ranges(kvedge_layer_config *config) {
   const int format = config->recent_format - 1;
   if (format != KVEDGE_FLOAT32 && format != KVEDGE_FLOAT16 && format != KVEDGE_BFLOAT16) return 0;
   if (config->format == KVEDGE_NO_ROWS) return 0;
-  config->capacity = (config->capacity + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN;
+  if (kvedge_is_of_runs(kvedge_side_format(config, 0)) || kvedge_is_of_runs(kvedge_side_format(config, 1)))
+    config->capacity = (config->capacity + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN;
   return 1;
 }
 
@@ -190,7 +191,8 @@ static void open_ranges(kvedge_layer *layer, const kvedge_slabs *slabs) {
   kvedge_watch_forks();
   atomic_init(&layer->process, kvedge_process());
   layer->first_stop = layer->config.sinks;
-  layer->last_written = layer->drained_from = 0;
+  atomic_init(&layer->last_written, 0);
+  layer->drained_from = 0;
 }
 
 kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *given,
@@ -491,7 +493,10 @@ int64_t kvedge_layer_len(const kvedge_layer *layer) {
 
 int64_t kvedge_layer_written(const kvedge_layer *layer) {
   int64_t rows = layer->written; /* of runs: the tokens of the last one lie among the last tokens */
-  if (kvedge_has_ranges(layer) && layer->last_written > rows) rows = layer->last_written;
+  if (kvedge_has_ranges(layer)) {
+    const int64_t last = atomic_load_explicit(&layer->last_written, memory_order_relaxed);
+    rows = last > rows ? last : rows;
+  }
   return rows - row_of(layer, 0);
 }
 

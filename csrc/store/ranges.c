@@ -68,10 +68,13 @@ static void forget_parents_readers(kvedge_layer *layer) {
   if (own != now && atomic_compare_exchange_strong(&layer->process, &own, now)) {
     atomic_store(&layer->num_readers, 0);
     atomic_store(&layer->is_draining, 0);
+    if (atomic_load(&layer->version) % 2) atomic_fetch_add(&layer->version, 1); /* its writer was at it */
   }
 }
 
-static kvedge_ranges ranges_now(const kvedge_layer *layer) {
+/* The ranges of one moment, as the writer has them: of a layer that went back, last_from and first tokens may lie above
+ * stop. Last tokens are there up to row *last_written. */
+static kvedge_ranges all_written(const kvedge_layer *layer, int64_t *last_written) {
   kvedge_ranges r;
   uint32_t before, after;
   do {
@@ -81,11 +84,18 @@ static kvedge_ranges ranges_now(const kvedge_layer *layer) {
     r.last_from = atomic_load_explicit(&layer->last_from, memory_order_acquire);
     r.first_row = atomic_load_explicit(&layer->first_row, memory_order_acquire);
     r.num_first = atomic_load_explicit(&layer->num_first, memory_order_acquire);
+    *last_written = atomic_load_explicit(&layer->last_written, memory_order_acquire);
     after = atomic_load_explicit(&layer->version, memory_order_relaxed);
   } while (before != after || before % 2);
+  r.first_stop = layer->first_stop;
+  return r;
+}
+
+static kvedge_ranges ranges_now(const kvedge_layer *layer) {
+  int64_t unused;
+  kvedge_ranges r = all_written(layer, &unused);
   r.last_from = smaller(r.last_from, r.stop);
   r.num_first = larger(0, smaller(r.num_first, r.stop - r.first_row));
-  r.first_stop = layer->first_stop;
   return r;
 }
 
@@ -232,11 +242,12 @@ static void drain(kvedge_layer *layer) {
   kvedge_quiesce();
 }
 
-static void publish(kvedge_layer *layer, int64_t stop, int64_t last_from, int64_t num_first) {
+static void publish(kvedge_layer *layer, int64_t stop, int64_t last_from, int64_t num_first, int64_t last_written) {
   const uint32_t version = atomic_load_explicit(&layer->version, memory_order_relaxed);
   atomic_store_explicit(&layer->version, version + 1, memory_order_relaxed);
   atomic_store_explicit(&layer->last_from, last_from, memory_order_release);
   atomic_store_explicit(&layer->num_first, num_first, memory_order_release);
+  atomic_store_explicit(&layer->last_written, last_written, memory_order_release);
   atomic_store_explicit(&layer->stop, stop, memory_order_release);
   atomic_store_explicit(&layer->version, version + 2, memory_order_release);
 }
@@ -346,9 +357,8 @@ void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const k
   }
 
   last_from = larger(larger(last_from, end - ring), (layer->config.recent ? stop : end) - kept);
-  layer->last_written = end;
   kvedge_raise_written(layer, in_runs ? larger(cut, end & -KVEDGE_RUN) : end);
-  publish(layer, end, ring ? last_from : end, num_first);
+  publish(layer, end, ring ? last_from : end, num_first, end);
   if (drains) {
     layer->drained_from = last_from;
     atomic_store(&layer->is_draining, 0);
@@ -362,9 +372,10 @@ void kvedge_ranges_set_stop(kvedge_layer *layer, int64_t stop) {
   int64_t last_from = atomic_load_explicit(&layer->last_from, memory_order_relaxed);
   /* Of more tokens a copy of the layer would not have the last ones. */
   if (stop < now) last_from = larger(last_from, now - kvedge_kept_rows(&layer->config));
-  if (stop > layer->last_written || !ring_of(layer)) last_from = stop;
+  const int64_t last_written = atomic_load_explicit(&layer->last_written, memory_order_relaxed);
+  if (stop > last_written || !ring_of(layer)) last_from = stop;
   layer->drained_from = 0; /* the layer is its writer's alone, and rows are written again */
-  publish(layer, stop, last_from, atomic_load_explicit(&layer->num_first, memory_order_relaxed));
+  publish(layer, stop, last_from, atomic_load_explicit(&layer->num_first, memory_order_relaxed), last_written);
 }
 
 void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges) {
@@ -393,12 +404,11 @@ kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *
   kvedge_quiesce();
   layer->written = (encoded + KVEDGE_RUN - 1) & -KVEDGE_RUN;
   if (!in_runs) layer->written = encoded;
-  layer->last_written = r->stop;
   layer->first_stop = r->first_stop;
   layer->drained_from = 0;
   atomic_store_explicit(&layer->start, r->start, memory_order_relaxed);
   atomic_store_explicit(&layer->first_row, r->first_row, memory_order_relaxed);
-  publish(layer, r->stop, r->last_from, r->num_first);
+  publish(layer, r->stop, r->last_from, r->num_first, r->stop);
   const int64_t first = in_runs ? r->start & -KVEDGE_RUN : r->start;
   if (first < encoded) raise_bounds(layer, first, encoded - first);
   raise_bounds(layer->first, 0, r->num_first);
@@ -423,21 +433,16 @@ void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kve
     kvedge_copy_tokens(from->last, at % of, layer->last, (at - row) % to, n);
   }
   copy_bounds(layer->first, from->first), copy_bounds(layer->last, from->last), copy_bounds(layer, from);
-  layer->last_written = written - row;
-  layer->written = is_in_runs(&layer->config) ? (written - row + KVEDGE_RUN - 1) & -KVEDGE_RUN : written - row;
+  layer->written = written - row;
+  if (is_in_runs(&layer->config)) {
+    const int64_t whole = written & -KVEDGE_RUN, cut = stop_of_runs(r->stop, r->last_from);
+    layer->written = larger(whole, (cut + KVEDGE_RUN - 1) & -KVEDGE_RUN) - row;
+  }
   layer->first_stop = from->first_stop - row;
   layer->drained_from = 0;
   atomic_store_explicit(&layer->start, r->start - row, memory_order_relaxed);
   atomic_store_explicit(&layer->first_row, r->first_row - row, memory_order_relaxed);
-  publish(layer, r->stop - row, (to ? since : r->stop) - row, r->num_first);
-}
-
-/* The ranges as the writer has them: of a layer that went back, last_from may lie above stop, and so may rows. */
-static kvedge_ranges all_written(const kvedge_layer *layer) {
-  kvedge_ranges r = ranges_now(layer);
-  r.last_from = atomic_load_explicit(&layer->last_from, memory_order_relaxed);
-  r.num_first = atomic_load_explicit(&layer->num_first, memory_order_relaxed);
-  return r;
+  publish(layer, r->stop - row, (to ? since : r->stop) - row, r->num_first, written - row);
 }
 
 kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, int64_t row) {
@@ -448,9 +453,11 @@ kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, 
   if (row > r.start || r.stop - row > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
   if (kvedge_has_ranges(from)) {
     if (row % KVEDGE_RUN && is_in_runs(&from->config)) return KVEDGE_ERROR_ARGUMENT;
-    r = all_written(from);
-    kvedge_ranges_copy(layer, from, &r, from->last_written, row);
-    layer->written = from->written - row;
+    int64_t last_written;
+    kvedge_hold(from); /* it may be appended to meanwhile */
+    r = all_written(from, &last_written);
+    kvedge_ranges_copy(layer, from, &r, last_written, row);
+    kvedge_release(from);
     return KVEDGE_OK;
   }
   copy_bounds(layer, from);
@@ -463,16 +470,17 @@ kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, 
 /* ---- The writer: moving tokens within the layer ------------------------------------------------------------------------ */
 
 void kvedge_ranges_compact(kvedge_layer *layer) {
-  kvedge_ranges r = all_written(layer);
+  int64_t last_written;
+  kvedge_ranges r = all_written(layer, &last_written);
   const int64_t ring = larger(ring_of(layer), KVEDGE_RUN),
                 by = r.start / ring * ring; /* rows stay where they are in the ring */
   if (by == 0) return;
   kvedge_quiesce();
   kvedge_copy_tokens(layer, by, layer, 0, layer->written - by);
-  layer->written -= by, layer->last_written -= by, layer->first_stop -= by, layer->drained_from = 0;
+  layer->written -= by, layer->first_stop -= by, layer->drained_from = 0;
   atomic_store_explicit(&layer->start, r.start - by, memory_order_relaxed);
   atomic_store_explicit(&layer->first_row, r.first_row - by, memory_order_relaxed);
-  publish(layer, r.stop - by, larger(0, r.last_from - by), r.num_first);
+  publish(layer, r.stop - by, larger(0, r.last_from - by), r.num_first, last_written - by);
 }
 
 kvedge_status kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens) {
@@ -494,8 +502,8 @@ kvedge_status kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int
     kvedge_copy_tokens(copy, from % ring, layer->last, to % ring, 1);
   }
   kvedge_layer_destroy(copy);
-  layer->last_written = r.start + num_tokens, layer->drained_from = 0;
+  layer->drained_from = 0;
   atomic_store_explicit(&layer->first_row, r.start, memory_order_relaxed);
-  publish(layer, r.start + num_tokens, last_from, num_first);
+  publish(layer, r.start + num_tokens, last_from, num_first, r.start + num_tokens);
   return KVEDGE_OK;
 }
