@@ -7,7 +7,7 @@ from kvedge.cache.cache import restored as restored_cache
 from kvedge.cache.snapshot import KvCacheSnapshot
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.layer.layer import restored as restored_layer
-from kvedge.layer.store import PartContents
+from kvedge.layer.parts import PartContents
 from kvedge.layer.types import Fp8KvLayer
 
 _NAMES: dict[str, dict[str, object]] = {

@@ -318,8 +318,8 @@ void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const k
   const int drains = ring && (is_behind || end > layer->drained_from + ring);
   if (drains) drain(layer);
   if (ring && is_behind) {
+    reload(layer, cut, smaller(last_from, stop));
     last_from = cut;
-    reload(layer, cut, stop);
   }
   const kvedge_bounds *of_last = &layer->last->checked;
   if (ring) {

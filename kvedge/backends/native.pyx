@@ -26,7 +26,7 @@ cdef dict _DEFAULTS = {}  # of the options of attend, by their names
 cdef enum:
     _KEEP_GIL = 1 << 14
     _MAX_THREADS = 1024
-    _ROOM = 64  # kvedge.layer.parts has it too
+    _RUN = 32
     _LEAST_TOKENS = 16  # kvedge.core.key_map.LEAST_TOKENS
 
 
@@ -186,71 +186,134 @@ cdef class _Handle:
     cdef kvedge_layer *layer
     cdef void *header
     cdef object slabs, config, key_map
-    cdef int64_t dropped          # tokens dropped before row 0 of these slabs
-    cdef uintptr_t low, high  # all slabs lie between these addresses
+    cdef object body          # the slabs, or those of its runs
+    cdef object apart         # slabs of first tokens, then of last ones, row r in row r mod ring; or None
+    cdef int64_t first_room, ring
+    cdef int64_t dropped      # tokens dropped before row 0 of the body
+    cdef uintptr_t low, high  # all of the body lies between these addresses
+    cdef uintptr_t apart_low, apart_high
+
+    cdef bint is_apart(self, uintptr_t start, uintptr_t stop):
+        """Whether it surely shares no byte with these addresses."""
+        return (start >= self.high or stop <= self.low) and (start >= self.apart_high or stop <= self.apart_low)
 
     cdef bint is_apart_from(self, cnp.ndarray array):
-        """Whether `array` surely shares no byte with the slabs."""
         cdef uintptr_t start = <uintptr_t>cnp.PyArray_DATA(array)
-        return start >= self.high or start + cnp.PyArray_NBYTES(array) <= self.low
+        return self.is_apart(start, start + cnp.PyArray_NBYTES(array))
+
+    cdef list arrays(self):
+        """All memory of its tokens."""
+        return [*self.body, *(() if self.apart is None else self.apart[:2])]
 
     def __dealloc__(self):
         kvedge_quiesce()  # a late helper may still look at the slabs
         PyMem_Free(self.header)
 
 
-cdef _Handle _attach(config, slabs, key_map):
+cdef _bounds_of(arrays, uintptr_t *low, uintptr_t *high):
+    starts = [array.ctypes.data for array in arrays]
+    low[0] = min(starts)
+    high[0] = max(start + array.nbytes for start, array in zip(starts, arrays))
+
+
+cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0):
+    """An empty C layer over slabs, and over those of runs; with room for last tokens when so many come at once."""
     cdef kvedge_layer_config c_config
     cdef kvedge_slabs c_slabs
     cdef size_t size
     memset(&c_config, 0, sizeof(c_config))
     memset(&c_slabs, 0, sizeof(c_slabs))
-    cdef int format_code = config.key_format.c_code
-    cdef int scale_code = config.scale_type.c_code
-    cdef int value_code = config.value_format.c_code
-    cdef bint keys_scaled = config.key_format.has_scales
-    cdef bint values_scaled = config.value_format.has_scales
+    cdef _Handle handle = _Handle()
+    cdef bint in_runs = config.in_runs
+    if body is None:
+        body = memory.reserve_runs(config) if in_runs else slabs
+    form = config.runs(_RUN) if in_runs else config
+    cdef int format_code = form.key_format.c_code
+    cdef int scale_code = form.scale_type.c_code
+    cdef int value_code = form.value_format.c_code
+    cdef bint keys_scaled = form.key_format.has_scales
+    cdef bint values_scaled = form.value_format.has_scales
     c_config.format = <kvedge_format>format_code
     c_config.scale_type = <kvedge_scale_type>scale_code
-    c_config.capacity = config.capacity
+    c_config.capacity = memory.tokens_of_runs(body, config) if in_runs else config.capacity
     c_config.num_kv_heads = config.num_kv_heads
     c_config.head_dim = config.head_dim
     c_config.group_size = config.group_size
     c_config.value_head_dim = config.value_head_dim
     c_config.value_format = 1 + value_code  # KVEDGE_VALUES
     c_config.value_rotation = config.value_rotation
-    c_slabs.key_codes = cnp.PyArray_DATA(slabs.key_codes)
-    c_slabs.value_codes = cnp.PyArray_DATA(slabs.value_codes)
-    c_slabs.key_scales = cnp.PyArray_DATA(slabs.key_scales) if keys_scaled else NULL
-    c_slabs.value_scales = cnp.PyArray_DATA(slabs.value_scales) if values_scaled else NULL
-    size = kvedge_layer_header_bytes(&c_config)
-    cdef _Handle handle = _Handle()
-    handle.slabs, handle.config, handle.key_map = slabs, config, key_map
+    c_slabs.key_codes = cnp.PyArray_DATA(body.key_codes)
+    c_slabs.value_codes = cnp.PyArray_DATA(body.value_codes)
+    c_slabs.key_scales = cnp.PyArray_DATA(body.key_scales) if keys_scaled else NULL
+    c_slabs.value_scales = cnp.PyArray_DATA(body.value_scales) if values_scaled else NULL
+    if key_map.offset is not None:
+        key_map = key_map._replace(offset=np.ascontiguousarray(key_map.offset, np.float32))
+    if key_map.scale is not None:
+        key_map = key_map._replace(scale=np.ascontiguousarray(key_map.scale, np.float32))
+    handle.slabs, handle.config, handle.key_map, handle.body = slabs, config, key_map, body
     handle.dropped = 0
-    starts = [slab.ctypes.data for slab in slabs]
-    handle.low = min(starts)
-    handle.high = max(start + slab.nbytes for start, slab in zip(starts, slabs))
+    _bounds_of(body, &handle.low, &handle.high)
+    cdef int of_parts
+    if config.recent_dtype:
+        of_parts = config.part_config.key_format.c_code
+        c_config.recent, c_config.sinks, c_config.recent_format = config.recent, config.sinks, 1 + of_parts
+        c_config.recent_room = max(num_tokens, 1) if config.recent else 0
+        handle.first_room = -(-config.sinks // _RUN) * _RUN
+        handle.ring = kvedge_layer_last_rows(&c_config)
+        handle.apart = memory.reserve_slabs(config.apart(handle.first_room + handle.ring))
+        keys, values = handle.apart.key_codes, handle.apart.value_codes
+        c_slabs.first_keys, c_slabs.first_values = cnp.PyArray_DATA(keys), cnp.PyArray_DATA(values)
+        last_keys, last_values = keys[handle.first_room :], values[handle.first_room :]
+        c_slabs.last_keys, c_slabs.last_values = cnp.PyArray_DATA(last_keys), cnp.PyArray_DATA(last_values)
+        _bounds_of((keys, values), &handle.apart_low, &handle.apart_high)
+    size = kvedge_layer_header_bytes(&c_config)
     handle.header = PyMem_Malloc(size)
     if handle.header == NULL:
         raise OutOfMemoryError(f"cannot allocate {size} bytes for a layer")
     status = kvedge_layer_attach(handle.header, size, &c_config, &c_slabs, &handle.layer)
+    if status == KVEDGE_OK and key_map.offset is not None:
+        status = kvedge_layer_set_key_offset(handle.layer, _floats(key_map.offset))
+    if status == KVEDGE_OK and key_map.scale is not None:
+        status = kvedge_layer_set_key_scale(handle.layer, _floats(key_map.scale))
     if status != KVEDGE_OK:
         raise KvedgeError(kvedge_strerror(status).decode())
     return handle
 
 
-@cython.final
-cdef class _RowsAt:
-    """Rows of the caller's, for Python code that puts them into a layer."""
+cdef _Handle _adopted(_Handle old, _Handle handle, int64_t row):
+    """`handle` with the tokens of another, whose row `row` is its row 0; that one may be appended to meanwhile."""
+    cdef kvedge_status status
+    with nogil:
+        status = kvedge_layer_adopt(handle.layer, old.layer, row)
+    if status != KVEDGE_OK:
+        raise KvedgeError(kvedge_strerror(status).decode())
+    handle.dropped = old.dropped + row
+    return handle
 
-    cdef const kvedge_array *keys
-    cdef const kvedge_array *values
 
-    def append(self, layer, int64_t first, int64_t num_tokens):
-        """Append some of the rows to a layer of the same shape."""
-        cdef kvedge_status status = (<LayerStore>layer)._append_range(self.keys, self.values, first, num_tokens)
-        if status != KVEDGE_OK:
-            raise KvedgeError(kvedge_strerror(status).decode())
+cdef _Handle _again(_Handle old, int64_t num_tokens):
+    """Another header over the same slabs, with first and last tokens of its own."""
+    return _adopted(old, _attach(old.config, old.slabs, old.key_map, old.body, num_tokens), 0)
+
+
+cdef _put_ring(_Handle handle, rows, int64_t row):
+    """Copy tokens to where last tokens of rows from one on lie."""
+    cdef int64_t num_tokens = len(rows.key_codes), done = 0, at, count
+    while done < num_tokens:
+        at = (row + done) % handle.ring
+        count = min(num_tokens - done, handle.ring - at)
+        to = slice(handle.first_room + at, handle.first_room + at + count)
+        for slab, new in zip(handle.apart[:2], rows[:2]):
+            slab[to] = new[done : done + count]
+        done += count
+
+
+cdef _ring_rows(_Handle handle, array, int64_t row, int64_t num_tokens):
+    """Last tokens of rows from one on, of an array of `apart`."""
+    cdef int64_t at = row % handle.ring if handle.ring else 0, first = handle.first_room
+    if at + num_tokens <= handle.ring:
+        return array[first + at : first + at + num_tokens]
+    return np.concatenate([array[first + at :], array[first : first + at + num_tokens - handle.ring]])
 
 
 @cython.auto_pickle(False)
@@ -266,15 +329,14 @@ cdef class LayerStore:
     cdef cnp.npy_intp _widest  # of the last two
     cdef int64_t _limit                 # most tokens it holds
     cdef object _window                 # its config's: an int or None
-    cdef int64_t _recent, _sinks, _kept  # its config's, and what kept_rows says of it
-    cdef bint _in_runs
-    cdef public object parts            # LayerParts or None
+    cdef int64_t _kept                  # what kept_rows says of its config
+    cdef bint _has_recent, _in_runs
     cdef public object turns            # kvedge.rope.Turns or None
     cdef public int64_t evicted_at      # position of the last eviction; 0: none
 
     def open(self, config, slabs=None):
         self._take(None)
-        self.parts = self.turns = None
+        self.turns = None
         self.frozen = self.key_map_is_auto = False
         self.evicted_at = 0
         self.key_rule = KeyRule()
@@ -284,8 +346,7 @@ cdef class LayerStore:
         self._widest = config.widest
         self._limit = checks.MAX_CAPACITY if config.limit is None else config.limit
         self._window = config.window
-        self._recent, self._sinks = config.recent, config.sinks
-        self._in_runs = config.in_runs
+        self._has_recent, self._in_runs = config.recent > 0, config.in_runs
         self._kept = kept_rows(config)
         self.bind(memory.reserve_slabs(config) if slabs is None else slabs, config, NO_MAP)
 
@@ -331,29 +392,41 @@ cdef class LayerStore:
     def key_map(self):
         return self._opened().key_map
 
+    def arrays(self):
+        return self._opened().arrays()
+
     def __len__(self):
         """Tokens stored."""
-        if self.parts is not None:
-            return self.held().num_tokens
         return kvedge_layer_len(self._opened().layer)
 
     def held(self):
-        # The parts first: what they end with is in the rows by then, and what is needed of the parts stays.
-        parts = None if self.parts is None else self.parts.now
         cdef _Handle handle = self._opened()
-        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start), end
-        if parts is not None:
-            end = parts.end
-            length = max(0, min(length, end - handle.dropped - start))
-        return memory.Held(handle.slabs, start, length, handle.dropped + start, handle, parts)
+        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
+        return memory.Held(handle.slabs, start, length, handle.dropped + start, handle, handle.key_map)
+
+    def snapshot(self, end=None):
+        cdef _Handle handle = self._opened()
+        cdef kvedge_ranges r
+        cdef int64_t start
+        if handle.apart is None:
+            return self.held()
+        handle = _again(handle, handle.ring - self._kept)
+        kvedge_layer_range(handle.layer, &start)
+        if end is not None:
+            kvedge_layer_set_len(handle.layer, max(0, <int64_t>end - handle.dropped - start))
+        kvedge_layer_get_ranges(handle.layer, &r)
+        keys, values, key_scales, value_scales = handle.apart
+        first = memory.Slabs(keys[: r.num_first], values[: r.num_first], key_scales[: r.num_first], value_scales[: r.num_first])
+        last = memory.Slabs(*[_ring_rows(handle, array, r.last_from, r.stop - r.last_from) for array in handle.apart])
+        parts = Parts(
+            first, handle.dropped + r.first_row, last, handle.dropped + r.last_from,
+            handle.body if self._in_runs else None, handle.dropped)
+        return memory.Held(
+            handle.slabs, r.start, r.stop - r.start, handle.dropped + r.start, handle, handle.key_map, parts)
 
     def end(self):
         cdef _Handle handle = self._opened()
-        cdef int64_t start, length
-        if self.parts is not None:
-            held = self.held()
-            return held.num_dropped + held.num_tokens
-        length = kvedge_layer_range(handle.layer, &start)
+        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
         return handle.dropped + start + length
 
     cdef bint key_map_is_open(self) except -1:
@@ -373,28 +446,34 @@ cdef class LayerStore:
     def bind(self, slabs, config, key_map=None):
         cdef _Handle old = self._handle
         cdef _Handle handle
-        cdef int64_t start, length
+        cdef int64_t start, row
+        body = None
         if key_map is None:
             key_map = old.key_map
-        handle = _attach(config, slabs, key_map)
-        if key_map.offset is not None:
-            kvedge_layer_set_key_offset(handle.layer, _floats(key_map.offset))
-        if key_map.scale is not None:
-            kvedge_layer_set_key_scale(handle.layer, _floats(key_map.scale))
-        if old is not None:
-            length = kvedge_layer_range(old.layer, &start)
-            handle.dropped = old.dropped + start
-            kvedge_layer_set_len(handle.layer, length)
-            kvedge_layer_filled(handle.layer, length, kvedge_layer_written(old.layer) - length)
-        self._take(handle)
+        if old is None:
+            self._take(_attach(config, slabs, key_map))
+            return
+        kvedge_layer_range(old.layer, &start)
+        row = start
+        if self._in_runs:
+            row = start // _RUN * _RUN
+            if config.capacity == old.config.capacity:
+                body, row = old.body, 0
+        handle = _attach(config, slabs, key_map, body, 0 if old.apart is None else old.ring - self._kept)
+        if self._in_runs and body is None:
+            memory.copy_runs(old.body, config, row, row + max(0, kvedge_layer_written(old.layer) + start - row), handle.body)
+        self._take(_adopted(old, handle, row))
 
     def binding(self):
         cdef _Handle handle = self._opened()
+        if handle.apart is not None:
+            handle = _again(handle, handle.ring - self._kept)
         return handle, kvedge_layer_len(handle.layer)
 
     def rebind(self, binding):
         cdef _Handle handle = binding[0]
-        kvedge_layer_set_len(handle.layer, binding[1])
+        if handle.apart is None:
+            kvedge_layer_set_len(handle.layer, binding[1])
         self._take(handle)
 
     def filled(self, int64_t position, int64_t num_tokens):
@@ -403,41 +482,78 @@ cdef class LayerStore:
         if kvedge_layer_filled(handle.layer, position, num_tokens) != KVEDGE_OK:
             raise KvedgeError(f"tokens {position} to {position + num_tokens} are not in the layer")
 
-    def set_len(self, n):
-        cdef _Handle handle = self._opened()
-        cdef int64_t start
-        kvedge_layer_set_len(handle.layer, n)
-        if self.parts is not None:
-            kvedge_layer_range(handle.layer, &start)
-            self.parts.set_end(handle.dropped + start + n)
+    def set_len(self, int64_t n):
+        kvedge_layer_set_len(self._opened().layer, n)
 
     def drop(self, int64_t n):
         kvedge_layer_drop_first(self._opened().layer, n)
 
-    def restart(self, int64_t num_dropped=0, parts=None):
-        cdef _Handle handle = self._opened()
-        if self.parts is not None and parts is None:
-            parts = self.parts.empty(num_dropped)
-        kvedge_layer_set_len(handle.layer, 0)
-        kvedge_layer_compact(handle.layer)
-        handle.dropped = num_dropped
+    def holding(self, num_tokens, num_dropped, parts=None, start=0, key_map=None):
+        cdef _Handle old = self._opened(), handle = None
+        cdef int64_t first_row = start, row
+        key_map = old.key_map if key_map is None else key_map
+        if old.apart is None and key_map is not old.key_map:
+            handle = _attach(old.config, old.slabs, key_map)
+        if old.apart is not None:
+            if parts is None:
+                parts = empty_parts(old.config, num_dropped)
+            body = None if self._in_runs and parts.runs is not old.body else old.body
+            parts = parts.since(num_dropped + num_tokens - self._kept)
+            handle = _attach(old.config, old.slabs, key_map, body)
+            if self._in_runs:
+                first_row = <int64_t>num_dropped - <int64_t>parts.runs_at
+                if body is None:
+                    memory.copy_runs(parts.runs, old.config, 0, memory.tokens_of_runs(parts.runs, old.config), handle.body)
+            handle.dropped = <int64_t>num_dropped - first_row
+            count = len(parts.first.key_codes)
+            for slab, rows in zip(handle.apart[:2], parts.first[:2]):
+                slab[:count] = rows
+            row = <int64_t>parts.last_at - handle.dropped
+            _put_ring(handle, parts.last, row)
+        return partial(self._hold, handle, num_tokens, num_dropped, parts, first_row)
+
+    def _hold(self, _Handle handle, int64_t num_tokens, int64_t num_dropped, parts, int64_t first_row):
+        cdef kvedge_ranges r
+        cdef _Handle old = self._opened()
+        cdef int64_t stop
+        if parts is None:
+            handle = old if handle is None else handle
+            if first_row == 0:  # else rows stay where they are
+                kvedge_layer_set_len(handle.layer, 0)
+                kvedge_layer_compact(handle.layer)
+            kvedge_layer_set_len(handle.layer, num_tokens)
+            handle.dropped = num_dropped - first_row
+            self._take(handle)
+            return
+        stop = first_row + num_tokens
+        r.start, r.stop = first_row, stop
+        r.last_from = min(stop, <int64_t>parts.last_at - handle.dropped)
+        r.first_row = max(0, <int64_t>parts.first_at - handle.dropped)
+        r.num_first = len(parts.first.key_codes)
+        r.first_stop = <int64_t>handle.config.sinks - handle.dropped
+        if kvedge_layer_set_ranges(handle.layer, &r) != KVEDGE_OK:
+            raise KvedgeError(f"a layer cannot hold {num_tokens} tokens from row {first_row} on")
+        self._take(handle)
+
+    def restart(self, num_dropped=0):
+        self.holding(0, num_dropped)()
         self.evicted_at = 0
         self.turns = None
-        if self.parts is not None:
-            self.parts.now = parts
 
     def set_key_map(self, key_map):
         # A C layer takes it only while it is empty: so this makes another over the same slabs.
-        if key_map.offset is not None:
-            key_map = key_map._replace(offset=np.ascontiguousarray(key_map.offset, np.float32))
-        if key_map.scale is not None:
-            key_map = key_map._replace(scale=np.ascontiguousarray(key_map.scale, np.float32))
         self.bind(self.slabs, self.config, key_map)
 
     # ---- removing and moving ---------------------------------------------------------------------
 
     def keeping(self, indices):
-        return partial(self._keep, self._opened(), np.ascontiguousarray(indices, np.int64))
+        cdef _Handle handle = self._opened(), plain = handle
+        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
+        if handle.apart is not None:  # its rows alone; the caller has `holding` for the rest
+            plain = _attach(handle.config.plain, handle.slabs, handle.key_map)
+            kvedge_layer_set_len(plain.layer, start + length)
+            kvedge_layer_drop_first(plain.layer, start)
+        return partial(self._keep, plain, np.ascontiguousarray(indices, np.int64))
 
     def _keep(self, _Handle handle, cnp.ndarray tokens):
         cdef const int64_t *positions = <const int64_t *>cnp.PyArray_DATA(tokens)
@@ -447,12 +563,6 @@ cdef class LayerStore:
             status = kvedge_layer_keep(handle.layer, positions, num_tokens)
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
-
-    def evicted(self, int64_t kept):
-        cdef _Handle handle = self._opened()
-        cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
-        kvedge_layer_set_len(handle.layer, kept)
-        handle.dropped += length - kept
 
     # ---- tokens in -------------------------------------------------------------------------------
 
@@ -523,7 +633,7 @@ cdef class LayerStore:
         with cython.critical_section(self):
             handle = self._handle
             if (
-                handle is not None and self.parts is None and self.turns is None
+                handle is not None and self.turns is None and self._has_room(handle, num_tokens)
                 and self._writing != _process and num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL
                 and num_tokens <= self._limit - kvedge_layer_len(handle.layer)
                 and not self.key_map_is_open()
@@ -631,112 +741,25 @@ cdef class LayerStore:
                 layer_keys.return_to(self, before)
             raise
 
+    cdef inline bint _has_room(self, _Handle handle, int64_t num_tokens):
+        """Whether the last tokens have the room for so many at once, and no more than they need."""
+        cdef int64_t room = 2 * _RUN
+        if handle.ring == 0 or not self._has_recent:
+            return True
+        if num_tokens > room:
+            room = num_tokens
+        return handle.ring == (self._kept + room + _RUN - 1) // _RUN * _RUN
+
     cdef kvedge_status _append_rows(
         self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
     ) except *:
-        if self.parts is not None:
-            return self._append_parts(keys, values, num_tokens)
-        return self._append_to_slabs(keys, values, num_tokens)
-
-    cdef kvedge_status _append_parts(
-        self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
-    ) except *:
-        """Append rows that are held in another format too: there first, so that the rows here end with all of them."""
-        cdef kvedge_status status
-        cdef kvedge_layer *layers[2]
-        cdef kvedge_array both_keys[2]
-        cdef kvedge_array both_values[2]
-        cdef _Handle last, handle = self._opened()
-        last = self._last_alone(handle, num_tokens)
-        if last is not None:
-            layers[0], layers[1] = last.layer, handle.layer
-            both_keys[0], both_keys[1] = keys[0], keys[0]
-            both_values[0], both_values[1] = values[0], values[0]
-            if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
-                status = kvedge_layers_append(layers, both_keys, both_values, 2, num_tokens)
-            else:
-                with nogil:
-                    status = kvedge_layers_append(layers, both_keys, both_values, 2, num_tokens)
-            if status == KVEDGE_OK:
-                return status
-        made = self.parts.begin(self.end(), num_tokens)
-        status = (<LayerStore>made.first.store)._append_range(keys, values, 0, made.sinks)
-        if status == KVEDGE_OK:
-            status = (<LayerStore>made.last.store)._append_range(
-                keys, values, made.skipped, num_tokens - made.skipped)
-        if status == KVEDGE_OK:
-            status = self._append_to_slabs(keys, values, num_tokens)
-        if status == KVEDGE_OK and self.config.in_runs:
-            status = self._append_runs(made, keys, values)
-        elif status == KVEDGE_OK:
-            self.parts.commit(made)
-        if status != KVEDGE_OK:
-            self.parts.take_back(made)
-        return status
-
-    cdef _Handle _last_alone(self, _Handle handle, int64_t num_tokens):
-        """The last tokens' handle, where tokens that are appended come to it and to the rows alone; else None.
-
-        That is where none of them is a first one or fills a run, and the last tokens have room: nearly always. Then the
-        parts stay as they are.
-        """
-        now = self.parts.now
-        cdef tuple parts = <tuple>now
-        cdef _Handle last = (<LayerStore>parts[1][0])._opened(), other
-        cdef int64_t first_row, end = kvedge_layer_range(handle.layer, &first_row), cut, position = parts[1][1]
-        cdef int64_t since = parts[3], held = kvedge_layer_len(last.layer), room = (<LayerStore>parts[1][0])._limit
-        if self._kept == 0 or num_tokens < 1 or num_tokens > self._limit - end:
-            return None
-        end += handle.dropped + first_row
-        cut = end // 32 * 32 if self._in_runs else end
-        if position + held != end or position > cut or since > cut or num_tokens > room - held:
-            return None
-        if room > self._kept + max(num_tokens if self._recent else 0, _ROOM):
-            return None
-        if end < self._sinks:
-            other = (<LayerStore>parts[0][0])._opened()
-            if <int64_t>parts[0][1] + kvedge_layer_len(other.layer) == end:
-                return None
-        if self._in_runs:
-            other = (<LayerStore>parts[2][0])._opened()
-            if end + num_tokens >= cut + 32 or <int64_t>parts[2][1] + kvedge_layer_len(other.layer) != cut:
-                return None
-        return last
-
-    cdef kvedge_status _append_runs(
-        self, made, const kvedge_array *keys, const kvedge_array *values
-    ) except *:
-        """Encode the runs that appended tokens fill; the rows and the last tokens have them already."""
-        cdef kvedge_status status = KVEDGE_OK
-        cdef _Handle handle = self._opened()
-        cdef _RowsAt rows = _RowsAt()
-        rows.keys, rows.values = keys, values
-        try:
-            self.parts.commit(made, self.parts.runs_of(made, rows.append))
-        except BaseException:
-            kvedge_layer_set_len(handle.layer, kvedge_layer_len(handle.layer) - <int64_t>made.n)
-            self.parts.take_back(made)
-            raise
-        return status
-
-    cdef kvedge_status _append_range(
-        self, const kvedge_array *keys, const kvedge_array *values, int64_t first, int64_t num_tokens
-    ) except *:
-        """Append some of the rows."""
-        cdef kvedge_array of_keys = keys[0], of_values = values[0]
-        if num_tokens == 0:
-            return KVEDGE_OK
-        of_keys.data = <char *>of_keys.data + first * of_keys.token_stride
-        of_values.data = <char *>of_values.data + first * of_values.token_stride
-        return self._append_to_slabs(&of_keys, &of_values, num_tokens)
-
-    cdef kvedge_status _append_to_slabs(
-        self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
-    ):
         cdef _Handle handle = self._opened()
         cdef kvedge_status status
         if num_tokens > self._limit - kvedge_layer_len(handle.layer):
             return KVEDGE_ERROR_CAPACITY
+        if not self._has_room(handle, num_tokens):
+            handle = _again(handle, num_tokens)
+            self._take(handle)
         if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
             return kvedge_layer_append_arrays(handle.layer, keys, values, num_tokens)
         with nogil:
@@ -756,25 +779,12 @@ cdef class LayerStore:
             checks.check_finite(keys, key_map.text)
         config.key_format.refuse(keys, "keys", config.key_rows)
         checks.refuse_values(values, config)
-        if self.parts is not None:
-            self.parts.refuse(keys_given, values)
+        if config.recent_dtype:
+            refuse(config, key_map, keys_given, values)
 
     # ---- tokens out ------------------------------------------------------------------------------
 
     def dequantize(self, held, bint values, int64_t start, int64_t stop, out):
-        if held.parts is None:
-            return self._dequantize_rows(held, values, start, stop, out)
-        for part in parts_of(held, self.config):
-            first, last = max(start, part.start), min(stop, part.stop)
-            if first < last:
-                layer = self if part.store is None else part.store
-                own = held if part.store is None else part.store.held()
-                at = part.at + first - part.start
-                (<LayerStore>layer)._dequantize_rows(
-                    own, values, at, at + last - first, out[first - start : last - start])
-        return out
-
-    cdef _dequantize_rows(self, held, bint values, int64_t start, int64_t stop, out):
         cdef _Handle handle = held.source
         cdef int64_t row = held.start + start
         cdef float *data = _floats(out)
@@ -816,7 +826,7 @@ cdef class LayerStore:
         cdef float *query_data
         kvedge_attention_defaults(&c_options)
         if not (
-            self.parts is None and self.turns is None and self._is_query(query)
+            self.turns is None and self._is_query(query)
             and (out is None or self._is_out(out, <cnp.ndarray>query, handle))
             and _fill_plain(&c_options, &threads, length, self._window, options, False)
         ):
@@ -905,8 +915,8 @@ cdef class LayerStore:
         cdef float c_scale = NAN if scale is None else nearest_float(checks.as_float(scale, "scale"))
         if not self._is_query(query) or (<cnp.ndarray>query).ndim != 2:
             query = np.ascontiguousarray(checks.as_query(query, self.config, many=False)[0][0])
-        if self.parts is not None or self.turns is not None:
-            return self._scores_of_parts(query, scale)
+        if self.turns is not None:
+            return self._scores_turned(query, scale)
         shape[0] = (<cnp.ndarray>query).shape[0]
         length = kvedge_layer_range(handle.layer, &first_row)
         shape[1] = length
@@ -924,10 +934,9 @@ cdef class LayerStore:
             self._refuse_attend(query, status)
         return out
 
-    def _scores_of_parts(self, query, scale):
-        """Scores of a plain query row, over the tokens where they are read."""
+    def _scores_turned(self, query, scale):
+        """Scores of a plain query row over keys that are still to be turned."""
         cdef cnp.ndarray logits
-        cdef LayerStore layer
         cdef _Handle handle
         cdef int64_t first_row, num_tokens
         cdef float c_scale = NAN if scale is None else nearest_float(checks.as_float(scale, "scale"))
@@ -935,21 +944,19 @@ cdef class LayerStore:
         cdef int num_heads = <int>(<cnp.ndarray>query).shape[0]
         cdef kvedge_status status
         held = self.held()
+        handle = held.source
         out = np.empty((num_heads, held.num_tokens), np.float32)
         checks.check_finite(query, "query")
-        for part in parts_of(held, self.config):
-            own = held if part.store is None else part.store.held()
-            handle = own.source
-            for start, stop, turn in ranges_of(self.turns, held.num_dropped, part):
-                rows = to_float32(turned(turn, query, back=True)) if turn else query
-                query_data = _floats(rows)
-                first_row, num_tokens = own.start + part.at + start - part.start, stop - start
-                logits = np.empty((num_heads, num_tokens), np.float32)
-                status = kvedge_scores(
-                    handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(logits))
-                if status != KVEDGE_OK:
-                    self._refuse_attend(query, status)
-                out[:, start:stop] = logits
+        for start, stop, turn in ranges_of(self.turns, held.num_dropped, 0, held.num_tokens):
+            rows = to_float32(turned(turn, query, back=True)) if turn else query
+            query_data = _floats(rows)
+            first_row, num_tokens = held.start + start, stop - start
+            logits = np.empty((num_heads, num_tokens), np.float32)
+            status = kvedge_scores(
+                handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(logits))
+            if status != KVEDGE_OK:
+                self._refuse_attend(query, status)
+            out[:, start:stop] = logits
         return out
 
     def _refuse_attend(self, query, status):
@@ -1079,8 +1086,8 @@ def bind():
     """
     global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
     global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
-    global _batch, arrays, checks, kept_rows, layer_keys, memory, ranges_of, room, parts_of, query_turns, to_float32
-    global partial, turned, turned_back_next, _attend_and_note
+    global Parts, _batch, arrays, checks, empty_parts, kept_rows, layer_keys, memory, ranges_of, refuse, room, query_turns
+    global to_float32, partial, turned, turned_back_next, _attend_and_note
     from functools import partial
     from inspect import signature
 
@@ -1095,7 +1102,7 @@ def bind():
     from kvedge.layer import keys as layer_keys
     from kvedge.layer import room
     from kvedge.layer.layer import KvLayer
-    from kvedge.layer.parts import kept_rows, ranges_of, parts_of
+    from kvedge.layer.parts import Parts, empty_parts, kept_rows, ranges_of, refuse
     from kvedge.layer.reading import turned_back_next
     from kvedge.layer.types import layer_classes
     from kvedge.paged.store import BlockStoreMethods

@@ -25,8 +25,7 @@ cdef object _attend_to(
     cdef list handles = []
     cdef list lengths = []
     cdef list first_rows = []
-    cdef list ranges = []        # of each layer whose tokens lie in parts
-    cdef list part_handles = []  # theirs, which live until the call is over
+    cdef list ranges = []        # of each layer whose keys are still to be turned
     cdef int num_parts = 0
     cdef int num_turns = 0
     cdef kvedge_part *parts
@@ -40,30 +39,25 @@ cdef object _attend_to(
     _as_batch(&query, one_layer, one_row, hnd)
     n_rows, num_heads, head_dim = query.shape[1], <int>query.shape[2], query.shape[3]
     for layer in layers:
-        if (<LayerStore>layer).parts is None and (<LayerStore>layer).turns is None:
-            handle = (<LayerStore>layer)._opened()
-            length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
+        handle = (<LayerStore>layer)._opened()
+        length = kvedge_layer_range(handle.layer, &first_row)  # once: another thread may be writing
+        if (<LayerStore>layer).turns is None:
             ranges.append(None)
-        elif (<LayerStore>layer).turns is None:
-            now = <tuple>(<LayerStore>layer).parts.now
-            handle = (<LayerStore>layer)._opened()
-            length = _length_of_parts(now, handle, &first_row)
-            ranges.append(_plain_parts(<LayerStore>layer, now, handle, length, first_row, n_rows, part_handles))
-            num_parts += <int>len(ranges[-1])
         else:
-            held = layer.held()
-            handle, length, first_row = held.source, held.num_tokens, held.start
-            ranges.append(_parts(held, layer, n_rows, part_handles))
+            ranges.append([
+                (start_of, stop_of, query_turns(turn)) for start_of, stop_of, turn
+                in ranges_of((<LayerStore>layer).turns, handle.dropped + first_row, 0, length)
+            ])
             num_parts += <int>len(ranges[-1])
             for part in ranges[-1]:
-                num_turns += <int>len(part[4])
+                num_turns += <int>len(part[2])
         longest = length if length > longest else longest
         shortest = length if not handles or length < shortest else shortest
         handles.append(handle)
         lengths.append(length)
         first_rows.append(first_row)
         if (<LayerStore>layer)._window is not None and handle.dropped + first_row > 0:
-            held = memory.Held(None, first_row, length, handle.dropped + first_row, None)
+            held = memory.Held(None, first_row, length, handle.dropped + first_row, None, None)
             checks.check_reach((<LayerStore>layer).config, held, n_rows, window, sink_tokens)
     kvedge_attention_defaults(&c_options)
     reads = ()
@@ -94,7 +88,7 @@ cdef object _attend_to(
         out = _empty(asked.ndim, out_shape)
         _read_ndarray(<cnp.ndarray>out, &to)
     else:
-        _read_out(out, given, asked, out_shape, handles + part_handles, reads, &to)
+        _read_out(out, given, asked, out_shape, handles, reads, &to)
     _as_batch(&to, one_layer, one_row, hnd)
     lse = None
     if return_lse:
@@ -122,9 +116,10 @@ cdef object _attend_to(
             calls[i].layer, calls[i].parts, calls[i].num_parts = handle.layer, NULL, 0
             if ranges[i]:
                 calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(ranges[i])
-                for part_handle, row, start_of, stop_of, turn in ranges[i]:
-                    parts.layer, parts.blocks = (<_Handle>part_handle).layer, NULL
-                    parts.first_row, parts.position, parts.num_tokens = row, start_of, stop_of - start_of
+                for start_of, stop_of, turn in ranges[i]:
+                    parts.layer, parts.blocks = handle.layer, NULL
+                    parts.first_row, parts.position = <int64_t>first_rows[i] + <int64_t>start_of, start_of
+                    parts.num_tokens = stop_of - start_of
                     parts.turns, parts.num_turns = turns, <int>len(turn)
                     for cosines, sines, interleaved in turn:
                         turns.dims, turns.interleaved = 2 * len(cosines), interleaved
@@ -155,60 +150,6 @@ cdef object _attend_to(
     return out, (lse[0] if one_layer else lse)
 
 
-cdef int64_t _length_of_parts(tuple now, _Handle handle, int64_t *first_row):
-    """Tokens of a layer whose parts are these, which were taken before: as `held` has it."""
-    cdef _Handle last = (<LayerStore>now[1][0])._opened()
-    cdef int64_t length = kvedge_layer_range(handle.layer, first_row)
-    cdef int64_t end = <int64_t>now[1][1] + kvedge_layer_len(last.layer) if now[4] is None else now[4]
-    return max(0, min(length, end - handle.dropped - first_row[0]))
-
-
-cdef list _plain_parts(
-    LayerStore layer, tuple now, _Handle handle, int64_t n, int64_t first_row, int64_t num_rows, list handles
-):
-    """As `_parts`, of keys that are not turned: kvedge.layer.parts.parts_of has the rule in words."""
-    cdef list made = []
-    cdef _Handle first = (<LayerStore>now[0][0])._opened(), last = (<LayerStore>now[1][0])._opened(), middle = handle
-    cdef int64_t dropped = handle.dropped + first_row, row = first_row, start, sinks = 0, tail, stop
-    cdef int64_t first_at = now[0][1], last_at = now[1][1], since = max(last_at, <int64_t>now[3])
-    if n == 0:
-        return made
-    if first_at <= dropped:
-        sinks = min(n, max(0, first_at + kvedge_layer_len(first.layer) - dropped))
-    tail = n - (layer._recent + num_rows - 1 if layer._recent else 0)
-    tail = min(n, max(sinks, max(since - dropped, tail)))
-    if layer._in_runs:
-        middle = (<LayerStore>now[2][0])._opened()
-        stop = <int64_t>now[2][1] + kvedge_layer_len(middle.layer) - dropped
-        tail = min(tail, max(sinks, stop))
-        kvedge_layer_range(middle.layer, &row)
-        row += dropped - <int64_t>now[2][1]
-    if sinks > 0:
-        kvedge_layer_range(first.layer, &start)
-        made.append((first, start + dropped - first_at, 0, sinks, ()))
-    if tail > sinks:
-        made.append((middle, row + sinks, sinks, tail, ()))
-    if n > tail:
-        kvedge_layer_range(last.layer, &start)
-        made.append((last, start + tail + dropped - last_at, tail, n, ()))
-    for part in made:
-        handles.append(part[0])
-    return made
-
-
-cdef list _parts(held, layer, Py_ssize_t num_rows, list handles):
-    """Parts of what so many queries read of a layer: handle, row, first token, the one after the last, and what a query is turned by there;
-    handles are added to `handles`."""
-    made = []
-    for part in parts_of(held, (<LayerStore>layer).config, num_rows):
-        own = held if part.store is None else part.store.held()
-        handles.append(own.source)
-        for start, stop, turn in ranges_of((<LayerStore>layer).turns, held.num_dropped, part):
-            row = own.start + part.at + start - part.start
-            made.append((own.source, row, start, stop, query_turns(turn)))
-    return made
-
-
 cdef _read_out(
     out, given, const _Array *query, const cnp.npy_intp *out_shape, list handles, reads, _Array *to
 ):
@@ -226,12 +167,14 @@ cdef _read_out(
         _bounds(query, &query_low, &query_high)
         right = not len(reads) and (high <= query_low or query_high <= low)
         for handle in handles:
-            right = right and (high <= handle.low or handle.high <= low)
+            right = right and handle.is_apart(low, high)
     if right:
         return
     # It is refused, in the words of kvedge.core, or is right though bounds overlap.
     shape = tuple([out_shape[i] for i in range(query.ndim)])
-    slabs = [slab for handle in handles for slab in handle.slabs]
+    slabs = []
+    for handle in handles:
+        slabs += handle.arrays()
     target = arrays.as_target(out, shape, reads=(arrays.memory_of(given, "query"), *slabs, *reads))
     if _read(out, to):
         return
@@ -271,7 +214,7 @@ def attend_batch(layers, query, *, out=None, **options):
 
 def append_batch(layers, keys, values, *, layout="nhd"):
     cdef list made = _as_stores(layers)
-    cdef bint hnd = _is_hnd(layout), decides = False, in_parts = False, right
+    cdef bint hnd = _is_hnd(layout), decides = False, is_turned = False, right
     cdef _Array key_rows, value_rows
     cdef LayerStore layer
     right = (
@@ -283,10 +226,8 @@ def append_batch(layers, keys, values, *, layout="nhd"):
         layer._opened()
         decides = decides or layer.key_map_is_open()
         right = right and not layer.frozen
-        in_parts = in_parts or layer.parts is not None or layer.turns is not None
-    if in_parts:
-        if right and not decides and _append_beside(made, &key_rows, &value_rows, hnd):
-            return
+        is_turned = is_turned or layer.turns is not None
+    if is_turned:
         dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
         _append_each(made, dense_keys, dense_values)
         return
@@ -312,34 +253,8 @@ def append_batch(layers, keys, values, *, layout="nhd"):
         raise
 
 
-cdef bint _append_beside(list layers, const _Array *keys, const _Array *values, bint hnd) except -1:
-    """Append to all layers where tokens come to rows and last tokens alone; else nothing is done, and False."""
-    cdef _Array key_rows = keys[0], value_rows = values[0]
-    cdef Py_ssize_t begun = 0, i
-    cdef bint stored = False
-    _as_batch(&key_rows, False, key_rows.ndim == 3, hnd)
-    _as_batch(&value_rows, False, value_rows.ndim == 3, hnd)
-    if key_rows.shape[1] != value_rows.shape[1] or key_rows.shape[1] == 0:
-        return False
-    for layer in layers:
-        if (<LayerStore>layer).turns is not None:
-            return False
-    try:
-        for layer in layers:
-            if not (<LayerStore>layer)._begin_writing():
-                return False
-            begun += 1
-        stored = _append_to_all(layers, &key_rows, &value_rows) == KVEDGE_OK
-    finally:
-        for i in range(begun):
-            (<LayerStore>layers[i])._end_writing()
-    if stored:
-        _slide_all(layers, key_rows.shape[1])
-    return stored
-
-
 cdef _append_each(list layers, dense_keys, dense_values):
-    """Append checked rows to layers of which some hold tokens in another format too: to all or none."""
+    """Append checked rows to layers of which some have keys to turn: to all or none."""
     cdef int64_t num_tokens = dense_keys.shape[1]
     if num_tokens == 0:
         return
@@ -404,39 +319,32 @@ cdef _slide_all(list layers, int64_t num_tokens):
 cdef kvedge_status _append_to_all(
     list layers, const _Array *key_rows, const _Array *value_rows
 ) except *:
-    """Append to all layers, and to the last tokens of those that have some; or, also where one lacks room or would store them
-    elsewhere, to none."""
-    cdef int i, num = 0
+    """Append to all layers, or, also where one lacks room, to none."""
+    cdef int i, num = <int>len(layers)
     cdef int64_t num_tokens = key_rows.shape[1]
     cdef kvedge_layer **pointers
     cdef kvedge_array *sides
     cdef kvedge_status status
     cdef LayerStore layer
-    cdef _Handle handle, last
+    cdef _Handle handle
     cdef list handles = []
-    cdef list rows = []  # of each handle: its row of the batch
-    for i, each in enumerate(layers):
+    for each in layers:
         layer = <LayerStore>each
         handle = layer._opened()
         if num_tokens > layer._limit - kvedge_layer_len(handle.layer):
             return KVEDGE_ERROR_CAPACITY
-        if layer.parts is not None:
-            last = layer._last_alone(handle, num_tokens)
-            if last is None:
-                return KVEDGE_ERROR_CAPACITY
-            handles.append(last)  # first, as in _append_parts
-            rows.append(i)
+        if not layer._has_room(handle, num_tokens):
+            handle = _again(handle, num_tokens)
+            layer._take(handle)
         handles.append(handle)
-        rows.append(i)
-    num = <int>len(handles)
     sides = <kvedge_array *>PyMem_Malloc(num * (2 * sizeof(kvedge_array) + sizeof(kvedge_layer *)))
     if sides == NULL:
         raise OutOfMemoryError(f"no memory for a call over {num} layers")
     pointers = <kvedge_layer **>(sides + 2 * num)
     for i in range(num):
         pointers[i] = (<_Handle>handles[i]).layer
-        sides[i] = _rows_of(key_rows, rows[i])
-        sides[num + i] = _rows_of(value_rows, rows[i])
+        sides[i] = _rows_of(key_rows, i)
+        sides[num + i] = _rows_of(value_rows, i)
     if _size(key_rows) < _KEEP_GIL and _size(value_rows) < _KEEP_GIL:
         status = kvedge_layers_append(pointers, sides, sides + num, num, num_tokens)
     else:

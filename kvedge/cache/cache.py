@@ -537,7 +537,7 @@ class KVCache(ConfigFacts):
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
         held, store = self._tokens_of(layer, "k()")
-        plain = store.key_map.is_plain and store.parts is None and store.turns is None
+        plain = store.key_map.is_plain and not store.config.recent_dtype and store.turns is None
         if out is None and store.config.key_format.is_float32 and plain:
             return held.key_codes
         return held.keys(out=out)
@@ -551,7 +551,7 @@ class KVCache(ConfigFacts):
         ndarray of float32, (tokens, num_kv_heads, value_head_dim)
         """
         held, store = self._tokens_of(layer, "v()")
-        if out is None and store.config.values_are_codes and store.parts is None:
+        if out is None and store.config.values_are_codes and not store.config.recent_dtype:
             return held.value_codes
         return held.values(out=out)
 

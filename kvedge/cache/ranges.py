@@ -21,7 +21,7 @@ from kvedge.errors import (
 )
 from kvedge.files.contents import CacheContents
 from kvedge.layer.keys import store_as, whole_or_nothing
-from kvedge.layer.parts import parts_of_range
+from kvedge.layer.parts import joined, parts_of_range, put
 from kvedge.layer.reading import read_blocks, read_sides, turned_back
 from kvedge.layer.room import set_end
 from kvedge.layer.store import LayerStore
@@ -159,17 +159,23 @@ def _write_layers(
         if store.config.in_runs:
             _write_runs(store, start, length, given, n)
             continue
-        set_end(store, start)  # a store looks anew at the rows that it gets back below
-        held, parts, before = store.held(), store.parts, None
-        if parts is not None and start + n == length:
-            before = parts.joined(tokens.parts, start, n)
-        elif parts is not None:
-            parts.forget(start, length)
+        held, hold = store.snapshot(start), None
+        if held.parts is None:
+            set_end(store, start)  # a store looks anew at the rows that it gets back below
+            held = store.held()
+        else:
+            parts = held.parts.until(start)
+            if start + n == length:
+                parts = joined(parts, store.config, tokens.parts, n)
+            else:  # the last ones are among those written over, or behind them
+                parts = parts.until(0)._replace(first=parts.first, last_at=length)
+            hold = store.holding(length, held.num_dropped, parts, held.start)
         for slab, rows in zip(held.slabs, tokens.arrays, strict=True):
             slab[held.start + start : held.start + start + n] = rows
-        set_end(store, length)
-        if parts is not None and before is not None:
-            parts.return_to(before)
+        if hold is None:
+            set_end(store, length)
+        else:
+            hold()
         if store.turns is not None or tokens.turns is not None:
             turns = (store.turns or NO_TURNS).spliced(
                 start, start + n, tokens.turns or NO_TURNS, 0, ends=start + n == length
@@ -183,8 +189,10 @@ def _write_runs(to: LayerStore, start: int, length: int, store: LayerStore, n: i
         _append(to, read_blocks(store, 0, n))
         return
     keys, values = read_sides(store, store.held(), 0, n)
-    if start + n < length and to.parts is not None:
-        to.parts.put(start, turned_back(to, keys, start), values)
+    if start + n < length:
+        held = to.snapshot()
+        parts = put(held.parts, to.config, held.key_map, start, turned_back(to, keys, start), values)
+        to.holding(held.num_tokens, held.num_dropped, parts, held.start)()
     else:
         set_end(to, start)
         to.append(keys, values)

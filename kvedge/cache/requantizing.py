@@ -86,7 +86,7 @@ def _surely_fits(old: LayerStore, new: LayerStore) -> bool:
     keys += keys if new.key_rule.auto_offset else _largest(will.offset, 0.0)
     if will.scale is not None:  # automatic ones are at least 1
         keys /= float(will.scale.min())
-    configs = [new.config] + ([] if new.parts is None else [new.config.part_config])
+    configs = [new.config] + ([new.config.part_config] if new.config.recent_dtype else [])
     limits = [
         (each.key_format.limit(each.key_rows), each.value_format.limit(each.value_rows))
         for each in configs

@@ -24,9 +24,9 @@ from kvedge.eviction import CacheEviction
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.layer import keys
 from kvedge.layer.layer import KvLayer, new_layer, store_of
-from kvedge.layer.parts import contents_of
+from kvedge.layer.parts import PartContents, contents_of, parts_of_contents
 from kvedge.layer.room import first_rows, keeps, reserve, restarts, room_until, set_end
-from kvedge.layer.store import LayerStore, PartContents
+from kvedge.layer.store import LayerStore
 from kvedge.rope import Turns
 from kvedge.states.layer import StateLayer, config_of, empty_state, own, put, reset
 
@@ -184,6 +184,7 @@ class CacheState:
         metadata: Mapping[str, str],
     ) -> Self:
         """Make the state of a cache that holds ``contents``."""
+        contents = contents.of_today
         held = [layer.num_tokens for layer in contents.layers]
         made = cls.empty(layer_types, contents.format, max_seq_len, key_rule, metadata, held)
         for (number, _), state in zip(contents.format.states, contents.states, strict=True):
@@ -262,17 +263,20 @@ class CacheState:
 
     def set_length(self, length: int) -> None:
         """Go to a position that all layers of keys and values keep; states at 0 begin anew."""
-        empty = [  # all memory first
-            store.parts.empty(0) if store.parts is not None and restarts(store, length) else None
-            for store in self.stores
+        begin = [  # all memory first
+            store.holding(0, 0) if restarts(store, length) else None for store in self.stores
         ]
         if not length:
             for state in self.states:
                 reset(state)
         if any(restarts(store, length) for store in self.stores):
             self.forget_bytes()
-        for store, parts in zip(self.stores, empty, strict=True):
-            set_end(store, length, parts)
+        for store, at_0 in zip(self.stores, begin, strict=True):
+            if at_0 is None:
+                set_end(store, length)
+            else:
+                at_0()
+                store.evicted_at, store.turns = 0, None
         self.length = length
 
     def forget_bytes(self) -> None:
@@ -409,22 +413,28 @@ class CacheState:
         arrays: Sequence[Sequence[np.ndarray]] | None = None,
     ) -> None:
         """Take over bytes that were put into the slabs of each layer, or those of arrays."""
-        made = [  # all memory first
-            None if store.parts is None else store.parts.filled(parts, dropped, dropped + tokens)
-            for store, (tokens, _, dropped, parts, *_) in zip(self.stores, layers, strict=True)
+        hold = [  # all memory first
+            store.holding(
+                tokens,
+                dropped,
+                parts_of_contents(parts, store.config, dropped, dropped + tokens),
+                key_map=key_map,
+            )
+            for store, (tokens, key_map, dropped, parts, *_) in zip(
+                self.stores, layers, strict=True
+            )
         ]
         if arrays is not None:
             if any(self.high_water):
                 self.overwrites.add(0)
             for store, of_layer in zip(self.stores, arrays, strict=True):
                 memory.copy_tokens(of_layer, store.slabs, len(of_layer[0]))
-        for store, filled, (tokens, key_map, dropped, _, turns, evicted_at) in zip(
-            self.stores, made, layers, strict=True
+        for store, take, (tokens, _, dropped, _, turns, evicted_at) in zip(
+            self.stores, hold, layers, strict=True
         ):
-            store.restart(dropped, filled)  # a store forgets what it knew of the old bytes
-            keys.store_as(store, key_map, keys.rule_of(store, self.key_rule))
-            store.set_len(tokens)
-            store.turns = turns
+            take()
+            keys.store_as(store, store.key_map, keys.rule_of(store, self.key_rule))
+            store.turns, store.evicted_at = turns, 0
             if dropped and store.config.window is None:  # what is left is taken for all there is
                 store.evicted_at = evicted_at or dropped + tokens
         self.has_evicted = any(store.evicted_at for store in self.stores)
@@ -445,7 +455,7 @@ def contents_of_stores(
     """The stored bytes of layers, up to a position or of all tokens they hold, and states."""
     layers = []
     for index, store in enumerate(stores):
-        held = store.held()
+        held = store.snapshot(upto)
         if upto is not None and not keeps(store, upto, held):
             raise LayersOutOfStepError(
                 f"layer {index} has dropped tokens that position {upto} sees: they were "

@@ -31,6 +31,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_CAPACITY = 1 << 40  # tokens
 MAX_KV_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 10
+RECENT_DTYPES = ("float32", "float16", "bfloat16")  # what first and last tokens can be stored as
 MAX_PART_TOKENS = 1 << 16  # tokens of a layer that are kept in another format too
 # A long layer's reservation takes Linux up to 9 mappings (its 4 slabs, and the part of each on huge
 # pages), and a process may have 65530 of them.
@@ -77,6 +78,10 @@ class LayerConfig(PickledByFields):
             self.scale_dtype if form.has_scales and self.has_scales else "float32",
             1,
         )
+
+    def apart(self, tokens: int) -> LayerConfig:
+        """Of a layer that holds so many first or last tokens."""
+        return replace(self.part_config, capacity=max(tokens, 1), limit=max(tokens, 1))
 
     @property
     def key_format(self) -> Format:
@@ -298,6 +303,7 @@ def layer_config(
     recent_dtype: Any = None,
     value_rotation: Any = False,
     rows: int = 1,
+    recent_dtypes: Iterable[str] = RECENT_DTYPES,
 ) -> LayerConfig:
     """Check the arguments of a layer's constructor.
 
@@ -323,8 +329,8 @@ def layer_config(
         Tokens that a query row sees, 1 to 2^40, in a layer without a capacity.
     recent, sinks : int
         Last and first tokens that are kept in `recent_dtype` besides, 0 to 65536.
-    recent_dtype : kvedge.core.types.Dtype, optional
-        By default float16.
+    recent_dtype : {"float16", "bfloat16", "float32"}, optional
+        By default float16. (What quantizes loses what these tokens are held apart for.)
     value_rotation : bool
         Values are stored rotated.
 
@@ -378,7 +384,13 @@ def layer_config(
                 f"{capacity}"
             )
         rows = min(rows, 2 * window)
-    recent, sinks, recent_dtype = _part_options(recent, sinks, recent_dtype, window, in_runs)
+    recent, sinks = _part_tokens(recent, sinks, window)
+    if recent_dtype is None:
+        recent_dtype = "float16"
+    elif not (recent or sinks or in_runs):
+        raise InvalidArgumentError("recent_dtype is for recent and sinks, and both are 0")
+    one_of(recent_dtype, "recent_dtype", recent_dtypes)
+    recent_dtype = str(recent_dtype) if recent or sinks or in_runs else ""
     _check_channels(head_dim, "head_dim", dtype)
     _check_channels(value_head_dim, "value_head_dim", value_dtype)
     return LayerConfig(
@@ -416,10 +428,8 @@ def _of_runs(name: str) -> str:
     return f"{name}.runs" if name in IN_RUNS else name
 
 
-def _part_options(
-    recent: Any, sinks: Any, recent_dtype: Any, window: int | None, in_runs: bool
-) -> Any:
-    """Check what is told of tokens in another format."""
+def _part_tokens(recent: Any, sinks: Any, window: int | None) -> tuple[int, int]:
+    """Check how many last and first tokens are to be in another format."""
     counts = []
     for name, given in (("recent", recent), ("sinks", sinks)):
         number = as_int(given, name)
@@ -430,12 +440,7 @@ def _part_options(
         raise InvalidArgumentError(
             f"sinks={counts[1]} are gone once window={window} has passed them: leave them out"
         )
-    if recent_dtype is None:
-        recent_dtype = "float16"
-    elif not any(counts) and not in_runs:
-        raise InvalidArgumentError("recent_dtype is for recent and sinks, and both are 0")
-    one_of(recent_dtype, "recent_dtype", FORMATS)
-    return (*counts, str(recent_dtype) if any(counts) or in_runs else "")
+    return counts[0], counts[1]
 
 
 def one_of(value: Any, name: str, choices: Iterable[str]) -> None:

@@ -94,7 +94,8 @@ class Held(NamedTuple):
     num_tokens: int
     num_dropped: int  # tokens before token 0
     source: Any  # the backend's own
-    parts: Any = None  # kvedge.layer.parts.Parts: tokens that are held in another format too
+    key_map: Any  # how keys are stored: a KeyMap
+    parts: Any = None  # kvedge.layer.parts.Parts, of a snapshot of a layer that has such
 
     @property
     def tokens(self) -> Slabs:
@@ -115,6 +116,20 @@ def rows_of(slabs: Sequence[np.ndarray], config: LayerConfig, start: int, stop: 
     step = max(of_rows)
     start, stop = start // step * step, -(-stop // step) * step
     return Slabs(*(slab[start // n : stop // n] for slab, n in zip(slabs, of_rows, strict=True)))
+
+
+def tokens_of_runs(slabs: Slabs, config: LayerConfig) -> int:
+    """Tokens of the runs that a layer in runs has in these slabs."""
+    return len(slabs.key_codes) * config.runs(RUN).key_format.tokens_per_row
+
+
+def copy_runs(source: Slabs, config: LayerConfig, start: int, stop: int, target: Slabs) -> None:
+    """Copy the runs of tokens `start` to `stop` of a layer in runs to the front of other slabs."""
+    form = config.runs(RUN)
+    stop = min(stop, start + tokens_of_runs(target, config))
+    sides = (rows_of(source, form, start, stop), rows_of(target, form, 0, stop - start))
+    for old, new in zip(*sides, strict=True):
+        new[:] = old
 
 
 def rows_at(slab: np.ndarray, indices: np.ndarray) -> np.ndarray:
@@ -204,6 +219,11 @@ def reserve_slabs(config: LayerConfig) -> Slabs:
         The system refused; the message says how many bytes.
     """
     return reserve_layers(config, 1)[0]
+
+
+def reserve_runs(config: LayerConfig) -> Slabs:
+    """Reserve the slabs of a layer in runs, for its capacity from within a run on."""
+    return reserve_slabs(config.runs(-(-config.capacity // RUN) * RUN + RUN))
 
 
 def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:

@@ -11,7 +11,7 @@ import numpy as np
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.pickled import PickledByFields
-from kvedge.layer.store import PartContents
+from kvedge.layer.parts import PartContents, config_of_today, parts_of_today
 from kvedge.rope import Turns
 from kvedge.states.layer import StateConfig, StateLayer
 
@@ -92,6 +92,16 @@ class CacheContents(PickledByFields):
     length: int  # tokens that all layers hold; a layer may hold more
     layers: tuple[LayerContents, ...]
     states: tuple[StateLayer, ...] = ()  # in the order of the format's
+
+    @property
+    def of_today(self) -> CacheContents:
+        """The same, or what :func:`config_of_today` makes of it."""
+        form = replace(self.format, layers=tuple(map(config_of_today, self.format.layers)))
+        layers = tuple(
+            replace(layer, parts=parts_of_today(config, layer.parts))
+            for config, layer in zip(self.format.layers, self.layers, strict=True)
+        )
+        return self if form == self.format else replace(self, format=form, layers=layers)
 
     @property
     def nbytes(self) -> int:

@@ -62,9 +62,16 @@ from kvedge.files.session import (
     turns_field,
     version_of,
 )
-from kvedge.layer.parts import last_rows, part_key_map, runs_end
+from kvedge.layer.parts import (
+    PartContents,
+    config_of_today,
+    last_rows,
+    part_key_map,
+    parts_of_today,
+    runs_end,
+)
 from kvedge.layer.reading import block_tokens
-from kvedge.layer.store import LayerStore, PartContents
+from kvedge.layer.store import LayerStore
 from kvedge.rope import Rotation, Turns
 from kvedge.states.kinds import states_of_kinds
 from kvedge.states.layer import (
@@ -180,12 +187,13 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
     mapped = mmap and length > 0 and form.layers
     # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
     # reserved is refused whichever way it is loaded.
-    cache = _reserve(path, make, form, max_seq_len, rule, user, tokens)
+    of_today = replace(form, layers=tuple(map(config_of_today, form.layers)))
+    cache = _reserve(path, make, of_today, max_seq_len, rule, user, tokens)
     if mapped:
         _map(path, file, tensors, cache, tokens)
     else:
         _read(path, file, tensors, cache, tokens)
-    arrays = _loaded_arrays(path, file, tensors, cache, tokens)
+    arrays = _loaded_arrays(path, file, tensors, form, cache, tokens)
     if STATE_KINDS in fields:
         _put_kinds(path, fields[STATE_KINDS], form, cache)
     in_states = _loaded_states(path, file, of_states, form, cache)
@@ -214,6 +222,7 @@ def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _S
             stored = part.arrays.side(False, _config_of(config, name))
             _check_key_map(path, index, store.config, stored, part.key_map)
     turns = _read_turns(path, fields.get(KEY_TURNS), form)
+    parts = [parts_of_today(*pair) for pair in zip(form.layers, parts, strict=True)]
     cache.adopt(length, list(zip(tokens, maps, dropped, parts, turns, evicted_at, strict=True)))
     for state in cache.states:
         state.advance(length)
@@ -399,6 +408,7 @@ def _read_fields(
             recent=_number(path, fields, "recent") if "recent" in fields else 0,
             sinks=_number(path, fields, "sinks") if "sinks" in fields else 0,
             recent_dtype=fields.get("recent_dtype"),
+            recent_dtypes=FORMATS,
             value_rotation=VALUE_ROTATION in fields,
         )
     except KvedgeError as error:
@@ -510,7 +520,7 @@ def _read_layers(
         if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
             given.update(group_size=None, scale_dtype="float32")
         try:
-            made = checks.layer_config(capacity=None, **given)
+            made = checks.layer_config(capacity=None, recent_dtypes=FORMATS, **given)
         except (KvedgeError, TypeError) as error:
             _corrupt(path, f"its {LAYERS} make no layer {index}: {error}", error)
         if isinstance(gone, bool) or not isinstance(gone, int) or not 0 <= gone <= length:
@@ -686,7 +696,12 @@ def _map(
 
 
 def _loaded_arrays(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
+    path: str,
+    file: BinaryIO,
+    tensors: Mapping[str, _Tensor],
+    form: CacheFormat,
+    cache: _Cache,
+    tokens: Sequence[int],
 ) -> dict[str, np.ndarray]:
     """Return every tensor as it now lies in memory; key offsets and scales are read here."""
     arrays = {}
@@ -697,7 +712,7 @@ def _loaded_arrays(
         if name not in arrays:
             kind: Any = np.float32
             if len(name.split(".")) == 4:
-                config = cache.stores[int(name.split(".")[1])].config
+                config = form.layers[int(name.split(".")[1])]
                 layout = memory.slab_layout(_config_of(config, name.split(".")[2]))
                 kind = layout[memory.Slabs._fields.index(name.rpartition(".")[2])][1]
             arrays[name] = np.empty(tensor.shape, kind)

@@ -12,8 +12,8 @@ from kvedge.core import memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.layer import keys
-from kvedge.layer.parts import LayerParts, contents_of
-from kvedge.layer.store import LayerStore, PartContents, plain_store
+from kvedge.layer.parts import PartContents, contents_of, kept_rows, parts_of_contents
+from kvedge.layer.store import LayerStore, plain_store
 from kvedge.rope import Turns
 
 __all__ = [
@@ -48,7 +48,7 @@ def new_store(
     key_offset: np.ndarray | str | None = None,
     key_scale: np.ndarray | str | None = None,
 ) -> _Store:
-    """An empty store, with the parts that its config asks for, from checked arguments.
+    """An empty store, from checked arguments.
 
     A key offset or scale that is "auto" is taken from the first tokens.
     """
@@ -59,8 +59,6 @@ def new_store(
     )
     rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str))
     keys.store_as(store, key_map, rule)
-    if config.recent_dtype:
-        store.parts = LayerParts(store)
     return store
 
 
@@ -75,13 +73,12 @@ def fill(
     evicted_at: int = 0,
 ) -> None:
     """Take over the stored bytes of another layer; this one is empty."""
-    own = None
-    if store.parts is not None:
-        own = store.parts.filled(parts, num_dropped, num_dropped + len(tokens[0]))
-    store.restart(num_dropped, own)
-    keys.store_as(store, key_map, rule)
-    memory.copy_tokens(tokens, store.slabs, len(tokens[0]))
-    store.set_len(len(tokens[0]))
+    n = len(tokens[0])
+    own = parts_of_contents(parts, store.config, num_dropped, num_dropped + n)
+    hold = store.holding(n, num_dropped, own, key_map=key_map)
+    memory.copy_tokens(tokens, store.slabs, n)
+    hold()
+    keys.store_as(store, store.key_map, rule)
     store.turns, store.evicted_at = turns, evicted_at
 
 
@@ -91,7 +88,7 @@ def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
     With `num_dropped` so many tokens have gone before it, which the other may not know of: of runs
     a multiple of 32 more or fewer.
     """
-    held, config = store.held(), store.config  # in this order: a writer may replace both
+    held, config = store.snapshot(), store.config  # in this order: a writer may replace both
     # It may have moved to fewer rows since.
     rows = max(config.capacity, held.num_tokens)
     other = new_store(type(store), replace(config, capacity=rows))
@@ -105,7 +102,7 @@ def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
 
 def stored(store: LayerStore) -> Stored:
     """All that a layer holds, copied."""
-    held, config = store.held(), store.config  # in this order: as in :func:`copy_of`
+    held, config = store.snapshot(), store.config  # in this order: as in :func:`copy_of`
     tokens = [np.array(rows) for rows in held.tokens]
     end = held.num_dropped + held.num_tokens
     parts = contents_of(held, config, held.num_dropped, end, copy=True)
@@ -117,24 +114,28 @@ class RowMark(NamedTuple):
     """What a layer needs to go back to where it was, all that it held being still there."""
 
     num_tokens: int
-    last: PartContents | None  # the last tokens in their other format, which going on lets go
+    last: memory.Slabs | None  # the last tokens in their other format, which going on lets go
     rows: PartContents | None  # all tokens, which more of them may have encoded anew
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        copies = [one for one in (self.last, self.rows) if one is not None]
-        return sum(array.nbytes for one in copies for array in one.arrays)
+        copies = ([] if self.last is None else [self.last]) + (
+            [] if self.rows is None else [self.rows.arrays]
+        )
+        return sum(array.nbytes for one in copies for array in one)
 
 
 def mark_of_row(store: LayerStore) -> RowMark:
     """Where a layer without a window is."""
-    last = store.parts.last_contents() if isinstance(store.parts, LayerParts) else None
-    rows = None
+    rows, last, held = None, None, store.snapshot()
+    if held.parts is not None:
+        since = held.num_dropped + held.num_tokens - kept_rows(store.config)
+        last = memory.Slabs(*map(np.array, held.parts.since(since).last))
     if store.key_rule.is_open(store.key_map, store.end()):
-        tokens = memory.Slabs(*(each.copy() for each in store.held().tokens))
-        rows = PartContents(tokens, store.key_map)
-    return RowMark(len(store), last, rows)
+        tokens = memory.Slabs(*(each.copy() for each in held.tokens))
+        rows = PartContents(tokens, held.key_map)
+    return RowMark(held.num_tokens, last, rows)
 
 
 def return_to_mark(store: LayerStore, mark: RowMark) -> None:
@@ -146,5 +147,7 @@ def return_to_mark(store: LayerStore, mark: RowMark) -> None:
         store.bind(slabs, store.config, mark.rows.key_map)
         keys.store_as(store, mark.rows.key_map, store.key_rule)
     if mark.last is not None:
-        assert isinstance(store.parts, LayerParts)
-        store.parts.return_to_last(mark.last, store.end())
+        held = store.snapshot()
+        at = store.end() - len(mark.last.key_codes)
+        parts = held.parts._replace(last=mark.last, last_at=at)
+        store.holding(held.num_tokens, held.num_dropped, parts, held.start)()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from kvedge.layer import keys
+from kvedge.layer import keys, parts
 from kvedge.layer.store import LayerStore
 from kvedge.rope import Turns
 
@@ -32,18 +32,27 @@ def keep(stores: Iterable[LayerStore], indices: np.ndarray) -> None:
         if store.config.in_runs:
             runs.append(store)
         else:  # all memory is taken before any row moves
-            parts = None if store.parts is None else store.parts.kept(indices)
-            steps.append((store, store.keeping(indices), _turns_kept(store, indices), parts))
+            hold = _holding_kept(store, indices)
+            steps.append((store, store.keeping(indices), _turns_kept(store, indices), hold))
     with keys.whole_or_nothing(runs, len(indices) - first, first):
         for store in runs:
             turns = _turns_kept(store, indices)
             _keep_runs(store, indices)
             store.turns = turns
-    for store, move, turns, parts in steps:
+    for store, move, turns, hold in steps:
         move()
         store.turns = turns
-        if store.parts is not None and parts is not None:
-            store.parts.now = parts
+        if hold is not None:
+            hold()
+
+
+def _holding_kept(store: LayerStore, indices: np.ndarray) -> Callable[[], None] | None:
+    """What makes a layer hold of first and last tokens those that it keeps."""
+    held = store.snapshot()
+    if held.parts is None:
+        return None
+    kept = parts.kept(held.parts, held.num_dropped, indices)
+    return store.holding(len(indices), held.num_dropped, kept, held.start)
 
 
 def _turns_kept(store: LayerStore, indices: np.ndarray) -> Turns | None:

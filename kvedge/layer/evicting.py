@@ -13,6 +13,7 @@ from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.kivi import RUN
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.layer import parts
 from kvedge.layer.parts import kept_rows
 from kvedge.layer.room import shrink
 from kvedge.layer.store import LayerStore
@@ -106,17 +107,20 @@ def evict(store: LayerStore, indices: np.ndarray) -> None:
     n, kept = len(store), indices.shape[-1]
     if kept == n:
         return
-    end, moves, slabs = store.end(), [], store.slabs  # all memory first
-    parts = None if store.parts is None else store.parts.evicted(indices, n - kept)
+    held, moves, own = store.snapshot(), [], None  # all memory first
+    end = held.num_dropped + n
+    if held.parts is not None:
+        own = parts.evicted(held.parts, store.config, indices, held.num_dropped, n)
+    hold = store.holding(kept, end - kept, own, held.start)
     if not store.config.in_runs:  # whose rows have no bytes
         moved = np.flatnonzero(np.atleast_2d(indices != np.arange(kept)).any(0))
-        first, start = int(moved[0]) if len(moved) else kept, store.held().start
+        first, start = int(moved[0]) if len(moved) else kept, held.start
         to = slice(start + first, start + kept)
-        moves = [(slab[to], memory.rows_at(slab, indices[..., first:] + start)) for slab in slabs]
+        moves = [
+            (slab[to], memory.rows_at(slab, indices[..., first:] + start)) for slab in held.slabs
+        ]
     for rows, moved_rows in moves:
         rows[...] = moved_rows
-    if store.parts is not None and parts is not None:
-        store.parts.now = parts
-    store.evicted(kept)
+    hold()
     store.evicted_at = end
     shrink(store)

@@ -9,15 +9,13 @@ __all__ = ["memory_bytes", "resident_bytes", "text"]
 
 
 def memory_bytes(store: LayerStore) -> int:
-    """Bytes reserved for keys and values, scales and parts included."""
-    parts = [] if store.parts is None else store.parts.now.each
-    return memory.slab_bytes(store.config) + sum(memory_bytes(part.store) for part in parts)
+    """Bytes reserved for keys and values, scales, first and last tokens included."""
+    return sum(array.nbytes for array in store.arrays())
 
 
 def resident_bytes(store: LayerStore) -> int:
     """Bytes that the system has committed; where it does not tell, those of the tokens."""
-    slabs = store.slabs if store.parts is None else (*store.slabs, *store.parts.slabs)
-    resident = memory.resident_bytes(slabs)
+    resident = memory.resident_bytes(store.arrays())
     return len(store) * memory.token_bytes(store.config) if resident is None else resident
 
 

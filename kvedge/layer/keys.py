@@ -17,8 +17,9 @@ from kvedge.core.key_map import (
     key_offset_of,
     key_scale_of,
 )
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held
-from kvedge.layer.store import LayerStore, PartsState, SavedRows, scratch_store
+from kvedge.layer.store import LayerStore, SavedRows, scratch_store
 from kvedge.rope import Turns
 
 __all__ = [
@@ -32,7 +33,7 @@ __all__ = [
     "whole_or_nothing",
 ]
 
-Mark: TypeAlias = "tuple[object, Turns | None, PartsState | None, SavedRows | None]"
+Mark: TypeAlias = "tuple[object, Turns | None, SavedRows | None]"
 
 
 def rule_of(store: LayerStore, rule: KeyRule) -> KeyRule:
@@ -47,8 +48,6 @@ def store_as(store: LayerStore, key_map: KeyMap, rule: KeyRule) -> None:
     """Set how keys are stored; those in the slabs, from row 0 on, are."""
     if key_map is not store.key_map:
         store.set_key_map(key_map)
-    if store.parts is not None:
-        store.parts.store_keys_as(key_map)
     store.key_rule = rule
     store.key_map_is_auto = rule.auto_offset or rule.auto_scale
 
@@ -83,6 +82,9 @@ def encode_anew(store: LayerStore, key_map: KeyMap, held: Held) -> None:
     if not n:
         store.set_key_map(key_map)
         return
+    if config.in_runs:
+        _encode_runs_anew(store, key_map)
+        return
     slabs = memory.reserve_slabs(config)
     scratch = scratch_store(store, n, key_map)
     keys = np.empty(config.rows_shape(False, n), np.float32)
@@ -94,28 +96,42 @@ def encode_anew(store: LayerStore, key_map: KeyMap, held: Held) -> None:
     store.bind(slabs, config, key_map)
 
 
+def _encode_runs_anew(store: LayerStore, key_map: KeyMap) -> None:
+    """Store keys that lie in rows beside runs so, of the few tokens that may decide a key map.
+
+    Of these there are runs only where the layer went back into its first one.
+    """
+    held, form = store.snapshot(), store.config.runs(RUN)
+    n, runs = held.num_tokens, memory.Slabs(*map(np.array, held.parts.runs))
+    keys = np.empty(store.config.rows_shape(False, n), np.float32)
+    store.dequantize(held, False, 0, n, keys)
+    rows = slice(held.num_dropped - held.parts.runs_at, held.num_dropped - held.parts.runs_at + n)
+    runs.key_codes[rows], runs.key_scales[rows] = form.key_format.encode(
+        key_map.to_stored(keys), form.key_rows
+    )
+    hold = store.holding(n, held.num_dropped, held.parts._replace(runs=runs))
+    store.set_key_map(key_map)
+    hold()
+
+
 def mark(store: LayerStore, n: int = 0, start: int | None = None) -> Mark:
     """What :func:`return_to` needs, before the key map is decided or `n` tokens are stored.
 
     These are appended, or come in place of those from token `start` on.
     """
-    rows, position = None, 0
+    rows = None
     if n:
-        held = store.held()
-        start = held.num_tokens if start is None else start
-        rows, position = SavedRows.of(store, start, start + n), held.num_dropped + start
-    state = None if store.parts is None else store.parts.state(position, n)
-    return store.binding(), store.turns, state, rows
+        start = len(store) if start is None else start
+        rows = SavedRows.of(store, start, start + n)
+    return store.binding(), store.turns, rows
 
 
 def return_to(store: LayerStore, before: Mark) -> None:
     """Undo all that was done since :func:`mark`, by appends alone."""
-    binding, store.turns, state, rows = before
-    store.rebind(binding)
+    binding, store.turns, rows = before
     if rows is not None:
         rows.put_back()
-    if store.parts is not None and state is not None:
-        store.parts.return_to(state)
+    store.rebind(binding)
 
 
 @contextlib.contextmanager

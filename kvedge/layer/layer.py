@@ -21,7 +21,8 @@ from kvedge.core.types import Array, Dtype, Floats, LayerArguments, Layout
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import copies, editing, evicting, facts, reading, room, shifts
 from kvedge.layer.room import first_rows
-from kvedge.layer.store import LayerStore, PartContents
+from kvedge.layer.parts import PartContents, config_of_today, parts_of_today
+from kvedge.layer.store import LayerStore
 from kvedge.rope import Rope, Turns
 
 if TYPE_CHECKING:
@@ -643,7 +644,9 @@ def restored(
 ) -> KvLayer:
     """Unpickle a layer, into the active backend unless it is of a user's own class."""
     rows = max(config.capacity, len(tokens[0]))  # the config may be of a later moment
-    layer: KvLayer = new_layer(registry.resolved(kind), replace(config, capacity=rows))
+    of_today = replace(config_of_today(config), capacity=rows)
+    layer: KvLayer = new_layer(registry.resolved(kind), of_today)
+    parts = parts_of_today(config, parts)
     copies.fill(layer._store, tokens, key_map, rule, num_dropped, parts, turns, evicted_at)
     return layer
 

@@ -82,7 +82,7 @@ def turned_back(store: LayerStore, keys: np.ndarray, position: int) -> np.ndarra
 
 def memory_of(store: LayerStore, held: Held) -> Sequence[np.ndarray]:
     """All memory that what is held lies in."""
-    return held.slabs if store.parts is None else (*held.slabs, *store.parts.slabs)
+    return (*held.slabs, *store.arrays())
 
 
 def one_row(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.memory import Held
-from kvedge.layer.store import LayerStore, Parts
+from kvedge.layer.store import LayerStore
 
 __all__ = [
     "FIRST_ROWS",
@@ -81,10 +81,10 @@ def keeps(store: LayerStore, length: int, held: Held | None = None) -> bool:
     return length - held.num_dropped >= window - 1
 
 
-def set_end(store: LayerStore, length: int, empty: Parts | None = None) -> None:
-    """Go to a position that :func:`keeps` is true of; at 0 with those parts if :func:`restarts`."""
+def set_end(store: LayerStore, length: int) -> None:
+    """Go to a position that :func:`keeps` is true of."""
     if restarts(store, length):
-        store.restart(0, empty)
+        store.restart()
     else:
         store.set_len(length - store.held().num_dropped)
 

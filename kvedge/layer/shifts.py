@@ -9,10 +9,12 @@ import numpy as np
 from kvedge.core import checks
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.kivi import RUN
+from kvedge.core.memory import Held
 from kvedge.errors import InvalidArgumentError
+from kvedge.layer import parts
 from kvedge.layer.keys import whole_or_nothing
 from kvedge.layer.reading import block_tokens
-from kvedge.layer.store import LayerStore, scratch_store
+from kvedge.layer.store import LayerStore, rows_alone, scratch_store
 from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
 
 __all__ = ["SQRT2", "check_shift", "check_turn", "owe", "settle", "shift", "store_turned"]
@@ -79,62 +81,81 @@ def check_shift(
 
 def check_turn(store: LayerStore, turn: Turn, start: int, stop: int) -> None:
     """Raise unless turned keys of some positions fit what they are stored in."""
-    dropped = store.held().num_dropped
-    if turn and _may_overflow(store, start - dropped, stop - dropped):
-        _encoded(store, turn, start - dropped, stop - dropped)
-    if turn and store.parts is not None:
-        store.parts.check_turn(turn, start, stop)
+    if not turn or not _may_overflow(store, turn, start, stop):
+        return
+    if not store.config.in_runs:
+        _encoded(store, turn, start, stop)
+    _turned_parts(store, turn, start, stop)
 
 
 def store_turned(store: LayerStore, turn: Turn, start: int, stop: int) -> None:
     """Store the keys of some positions anew, turned, in their other format too."""
-    dropped, parts = store.held().num_dropped, store.parts
-    state = None if parts is None else parts.state()
-    codes, scales = _encoded(store, turn, start - dropped, stop - dropped)
-    _put_keys(store, start - dropped, codes, scales)
-    if parts is not None and state is not None:
-        parts.return_to(state)
-        parts.store_turned(turn, start, stop)
+    held, parts = _turned_parts(store, turn, start, stop)
+    hold = store.holding(held.num_tokens, held.num_dropped, parts, held.start)
+    if not store.config.in_runs:
+        row = held.start + start - held.num_dropped
+        codes, scales = _encoded(store, turn, start, stop)
+        held.slabs.key_codes[row : row + len(codes)] = codes
+        held.slabs.key_scales[row : row + len(codes)] = scales
+    hold()
 
 
-def _may_overflow(store: LayerStore, start: int, stop: int) -> bool:
+def _turned_parts(
+    store: LayerStore, turn: Turn, start: int, stop: int
+) -> tuple[Held, parts.Parts | None]:
+    """What a layer holds now, and its parts with the keys of some positions turned."""
+    held = store.snapshot()
+    if held.parts is None:
+        return held, None
+
+    def turned_by(keys: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):  # refused when it is encoded
+            return turned(turn, keys).astype(np.float32)
+
+    key_map = held.key_map
+    return held, parts.with_keys(held.parts, store.config, key_map, turned_by, start, stop)
+
+
+def _may_overflow(store: LayerStore, turn: Turn, start: int, stop: int) -> bool:
     """Whether some turned key could pass the range of what it is stored in."""
-    config, tokens, key_map = store.config, store.held().tokens, store.key_map
+    config, held = store.config, store.held()
+    if config.recent_dtype:  # in several formats: by the keys as they are read
+        keys = np.empty(config.rows_shape(False, stop - start), np.float32)
+        store.dequantize(held, False, start - held.num_dropped, stop - held.num_dropped, keys)
+        form = config.runs(RUN) if config.in_runs else config
+        limits = (each.key_format.limit(each.key_rows) for each in (form, config.part_config))
+        if held.key_map.is_plain:
+            return 1.02 * SQRT2 * float(np.abs(keys).max(initial=0.0)) > min(limits)
+        return True
+    tokens, key_map = held.tokens, held.key_map
     offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
     low, high = 1.0, 1.0
     if key_map.scale is not None:
         low, high = float(key_map.scale.min()), float(key_map.scale.max())
-    form, rows = config.key_format, slice(start, stop)
+    form, rows = config.key_format, slice(start - held.num_dropped, stop - held.num_dropped)
     largest = form.largest(tokens.key_codes[rows], tokens.key_scales[rows]) * high + offset
     # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
     bound = 1.01 * (SQRT2 * largest + offset) / low
     return bound > form.limit(config.key_rows)
 
 
-def _put_keys(store: LayerStore, start: int, codes: np.ndarray, scales: np.ndarray) -> None:
-    """Write over the stored keys from a token on."""
-    length, tokens = len(store), store.held().tokens
-    try:
-        store.set_len(start)  # a store looks anew at the rows that it gets back below
-        tokens.key_codes[start : start + len(codes)] = codes
-        tokens.key_scales[start : start + len(codes)] = scales
-    finally:
-        store.set_len(length)
-
-
 @in_default_mode
-def _encoded(store: LayerStore, turn: Turn, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of turned keys, made by a store of the same kind."""
-    held, config = store.held()._replace(parts=None), store.config.plain
+def _encoded(
+    store: LayerStore, turn: Turn, start: int, stop: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of the turned keys of rows, made by a store of the same kind."""
+    own, dropped = rows_alone(store), store.held().num_dropped
+    row = store.held().start - dropped
+    start, stop, held, config = start + row, stop + row, own.held(), own.config
     step = block_tokens(config)
-    scratch = scratch_store(store, max(1, min(step, stop - start)), store.key_map)
+    scratch = scratch_store(own, max(1, min(step, stop - start)), own.key_map)
     codes = np.empty_like(held.tokens.key_codes[start:stop])
     scales = np.empty_like(held.tokens.key_scales[start:stop])
     keys = np.empty(config.rows_shape(False, scratch.config.capacity), np.float32)
     values = np.zeros(config.rows_shape(True, scratch.config.capacity), np.float32)
     for first in range(start, stop, step):
         last = min(stop, first + step)
-        block = store.dequantize(held, False, first, last, keys[: last - first])
+        block = own.dequantize(held, False, first, last, keys[: last - first])
         with np.errstate(over="ignore"):  # refused when it is appended
             rows = turned(turn, block).astype(np.float32)
         scratch.set_len(0)

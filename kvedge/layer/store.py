@@ -7,26 +7,23 @@ kvedge/backends/numpy/layer.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap, KeyRule
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held, Slabs, rows_of
 from kvedge.core.types import Array, Floats, Layout
-from kvedge.rope import Turn, Turns
+from kvedge.layer.parts import Parts
+from kvedge.rope import Turns
 
 __all__ = [
     "LayerStore",
-    "Part",
-    "PartContents",
-    "Parts",
-    "PartsState",
     "SavedRows",
-    "StoreParts",
     "plain_store",
     "scratch_store",
 ]
@@ -45,7 +42,6 @@ class LayerStore(Protocol):
     frozen: bool  # belongs to a cache, which alone may change it
     key_map_is_auto: bool  # first tokens may decide it
     key_rule: KeyRule  # what of the key map the first tokens decide
-    parts: StoreParts | None  # None: no tokens are held in another format too
     turns: Turns | None  # what its keys are still to be turned by; None: nothing
     evicted_at: int  # position at which tokens among those held were evicted last; 0: never
 
@@ -64,10 +60,16 @@ class LayerStore(Protocol):
     def __len__(self) -> int: ...
 
     def open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
-        """Be an empty layer without parts, over slabs that are given or reserved."""
+        """Be an empty layer, over slabs that are given or reserved."""
+
+    def arrays(self) -> list[np.ndarray]:
+        """All memory of its tokens: slabs, runs, first and last tokens."""
 
     def held(self) -> Held:
-        """All that a reader needs, of one moment."""
+        """What a reader needs, of one moment, but for first and last tokens in another format."""
+
+    def snapshot(self, end: int | None = None) -> Held:
+        """The same with `parts`, which stay as they are; as if it had gone to a position."""
 
     def end(self) -> int:
         """Position of the next token: those dropped and those held."""
@@ -78,19 +80,37 @@ class LayerStore(Protocol):
     # ---- changing what is held -------------------------------------------------------------------
 
     def bind(self, slabs: Slabs, config: LayerConfig, key_map: KeyMap | None = None) -> None:
-        """Move to other slabs, which hold the same tokens from row 0 on, keys as in a map."""
+        """Move to other slabs, which hold the same tokens from row 0 on, keys as in a map.
+
+        (Those of a layer in runs have rows of no bytes; its runs are moved here.)
+        """
 
     def binding(self) -> object:
         """Slabs, key map and how many tokens they hold, for `rebind`."""
 
     def rebind(self, binding: object) -> None:
-        """Be as it was but for the parts; tokens were appended, taken back and bound since."""
+        """Be as it was; tokens were appended, taken back and bound since."""
 
     def drop(self, n: int) -> None:
         """Drop the first `n` tokens."""
 
-    def restart(self, num_dropped: int = 0, parts: Parts | None = None) -> None:
-        """Hold no token, and begin at row 0 again; with these parts, or empty ones."""
+    def holding(
+        self,
+        num_tokens: int,
+        num_dropped: int,
+        parts: Parts | None = None,
+        start: int = 0,
+        key_map: KeyMap | None = None,
+    ) -> Callable[[], None]:
+        """What makes it hold so many tokens, and cannot fail: all memory is taken here.
+
+        By then they are in the slabs, from row `start` on: 0, or where they begin now, and fewer.
+        `parts` are copied; a layer that has such holds no token without. Keys are stored as in
+        `key_map`; None: as now.
+        """
+
+    def restart(self, num_dropped: int = 0) -> None:
+        """Hold no token, and begin at row 0 again."""
 
     def filled(self, position: int, n: int) -> None:
         """Be told that rows were copied to the slabs."""
@@ -102,10 +122,10 @@ class LayerStore(Protocol):
         """Take keys to be stored so; those in the slabs, from row 0 on, are."""
 
     def keeping(self, indices: np.ndarray) -> Callable[[], None]:
-        """What keeps the rows of :func:`kvedge.core.checks.check_keep` alone, and cannot fail."""
+        """What keeps the rows of :func:`kvedge.core.checks.check_keep` alone, and cannot fail.
 
-    def evicted(self, kept: int) -> None:
-        """Hold the first `kept` rows alone; positions stay, the others count as dropped."""
+        First and last tokens, where they lie apart, are for `holding`.
+        """
 
     # ---- tokens in and out -----------------------------------------------------------------------
 
@@ -133,47 +153,6 @@ class LayerStore(Protocol):
         """As of a layer."""
 
 
-class Part(NamedTuple):
-    """Some tokens in a store of their own."""
-
-    store: LayerStore
-    position: int  # of its first token, those that were dropped counted
-
-
-class Parts(NamedTuple):
-    """Of one moment: the first tokens and the last ones, and all others where they lie in runs."""
-
-    first: Part
-    last: Part
-    runs: Part | None = None
-    since: int = 0  # last tokens before this position are not read, if there are some
-    before: int | None = None  # where the layer ends, if that is before its last tokens
-
-    @property
-    def last_from(self) -> int:
-        """Position of the first of the last tokens that may be read."""
-        return max(self.last.position, self.since)
-
-    @property
-    def each(self) -> list[Part]:
-        """Those that there are."""
-        return [self.first, self.last] + ([] if self.runs is None else [self.runs])
-
-    @property
-    def end(self) -> int:
-        """Position up to which the last tokens are there."""
-        if self.before is not None:
-            return self.before
-        return self.last.position + len(self.last.store)
-
-
-class PartContents(NamedTuple):
-    """The stored bytes of a part, and how its keys are stored."""
-
-    arrays: Slabs
-    key_map: KeyMap
-
-
 class SavedRows(NamedTuple):
     """Rows that tokens are about to be written over, to be put back if these are refused."""
 
@@ -187,8 +166,11 @@ class SavedRows(NamedTuple):
         start, stop = max(start, 0), min(stop, store.written())
         if start >= stop:
             return None
-        held = store.held()
-        rows = rows_of(held.slabs, store.config, held.start + start, held.start + stop)
+        held, config = store.held(), store.config
+        slabs = Slabs(*store.arrays()[:4])  # of a layer in runs, its runs
+        rows = rows_of(
+            slabs, config.runs(RUN) if config.in_runs else config, held.start + start, held.start + stop
+        )
         return cls(start, rows, Slabs(*(each.copy() for each in rows)))
 
     def put_back(self) -> None:
@@ -197,38 +179,11 @@ class SavedRows(NamedTuple):
             row[...] = copy
 
 
-#: The parts; of each its binding, its tokens, and what an append is about to write over.
-PartsState: TypeAlias = "tuple[Parts, list[tuple[object, int, SavedRows | None]]]"
-
-
-class StoreParts(Protocol):
-    """The parts of a store, as its neighbours use them; :class:`kvedge.layer.parts.LayerParts`."""
-
-    now: Parts
-
-    @property
-    def slabs(self) -> list[np.ndarray]: ...
-    def refuse(self, keys: np.ndarray, values: np.ndarray) -> None: ...
-    def set_end(self, end: int) -> None: ...
-    def empty(self, position: int) -> Parts: ...
-    def forget(self, position: int, end: int) -> None: ...
-    def state(self, start: int = 0, n: int = 0) -> PartsState: ...
-    def return_to(self, state: PartsState) -> None: ...
-    def store_keys_as(self, key_map: KeyMap) -> None: ...
-    def check_turn(self, turn: Turn, start: int, stop: int) -> None: ...
-    def store_turned(self, turn: Turn, start: int, stop: int) -> None: ...
-    def put(self, position: int, keys: np.ndarray, values: np.ndarray) -> None: ...
-    def kept(self, indices: np.ndarray) -> Parts: ...
-    def filled(self, contents: Sequence[PartContents], start: int, end: int) -> Parts: ...
-    def evicted(self, indices: np.ndarray, gone: int) -> Parts: ...
-    def joined(self, contents: Sequence[PartContents], end: int, n: int) -> PartsState: ...
-
-
 _Store = TypeVar("_Store", bound=LayerStore)
 
 
 def plain_store(kind: type[_Store], config: LayerConfig) -> _Store:
-    """An empty store whose keys have no map, and nothing decides one; without parts."""
+    """An empty store whose keys have no map, and nothing decides one."""
     made = kind()
     made.open(config)
     return made
@@ -238,4 +193,13 @@ def scratch_store(store: _Store, tokens: int, key_map: KeyMap) -> _Store:
     """An empty store of the rows of another, with room for some tokens, to encode them in."""
     made = plain_store(type(store), replace(store.config.plain, capacity=tokens))
     made.set_key_map(key_map)
+    return made
+
+
+def rows_alone(store: _Store) -> _Store:
+    """A store without first and last tokens apart, over the same slabs, from their row 0 on."""
+    held, made = store.held(), type(store)()
+    made.open(store.config.plain, held.slabs)
+    made.set_key_map(held.key_map)
+    made.holding(held.start + held.num_tokens, 0)()
     return made

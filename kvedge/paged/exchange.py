@@ -14,8 +14,7 @@ from kvedge.core import checks, memory
 from kvedge.core.key_map import KeyMap, same_vector
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, ShapeMismatchError
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
-from kvedge.layer.parts import contents_of, runs_end
-from kvedge.layer.store import PartContents
+from kvedge.layer.parts import PartContents, contents_of, runs_end
 from kvedge.paged.readings import Reading
 from kvedge.paged.sequences import NO_BLOCKS, SequenceState
 from kvedge.paged.state import PagedState, PoolState
@@ -60,7 +59,7 @@ def from_cache(
         )
     length, in_runs = given.length, pool.config.in_runs
     given = settled(given)  # blocks are shared: their keys are where they are
-    helds = [store.held() for store in given.stores]
+    helds = [store.snapshot() for store in given.stores]
     if in_runs and any(held.num_dropped for held in helds):
         raise InvalidArgumentError(
             "runs in blocks begin with a sequence's first token, which this cache has dropped"

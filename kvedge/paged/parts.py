@@ -25,6 +25,7 @@ from kvedge.core.key_map import KeyMap
 from kvedge.core.kivi import RUN
 from kvedge.errors import ScaleRangeError
 from kvedge.layer.parts import (
+    PartContents,
     PIECE,
     kept_rows,
     last_rows,
@@ -32,7 +33,6 @@ from kvedge.layer.parts import (
     runs_end,
     tail_of,
 )
-from kvedge.layer.store import PartContents
 from kvedge.paged.owners import BlockOwners
 from kvedge.paged.readings import Reading, Readings
 from kvedge.paged.sequences import Contents, SequenceParts

@@ -266,7 +266,7 @@ def _from_0(layer: LayerContents, store: LayerStore) -> LayerContents:
     if store.config.in_runs and layer.num_tokens:  # its own rows have no bytes
         first = first // RUN * RUN
         rows = [np.zeros((end - first, *array.shape[1:]), array.dtype) for array in layer.arrays]
-        parts = contents_of(store.held(), store.config, first, end, copy=False)
+        parts = contents_of(store.snapshot(end), store.config, first, end, copy=False)
         layer = LayerContents(
             *(rows[0], rows[1], rows[2], rows[3], layer.key_map), parts=parts, turns=layer.turns
         )

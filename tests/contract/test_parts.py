@@ -21,12 +21,12 @@ from kvedge import (
 RECENT = {"dtype": "int4", "recent": 12, "sinks": 3}
 KINDS = [
     RECENT,
-    {**RECENT, "recent_dtype": "int8", "dtype": "int8", "key_scale": "auto"},
+    {**RECENT, "recent_dtype": "bfloat16", "dtype": "int8", "key_scale": "auto"},
     {**RECENT, "recent": 0},
     {**RECENT, "sinks": 0},
     {"dtype": "kivi4"},
     {"dtype": "kivi4", "recent": 12, "sinks": 3},
-    {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"},
+    {"dtype": "kivi2", "recent": 40, "recent_dtype": "bfloat16"},
     {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 12},
     {"dtype": "int8", "key_dtype": "kivi4", "value_dtype": "kivi8"},
     {"dtype": "int8", "key_dtype": "kivi4", "scale_dtype": "float16", "recent": 12},

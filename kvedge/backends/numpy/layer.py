@@ -18,10 +18,20 @@ from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions, default_scale
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer.keys import decide, mark, return_to
-from kvedge.layer.parts import LayerParts, parts_of, ranges_of
+from kvedge.layer.parts import (
+    PIECE,
+    Parts,
+    decoded,
+    empty_parts,
+    encoded,
+    kept_rows,
+    ranges_of,
+    refuse,
+    runs_end,
+    tail_of,
+)
 from kvedge.layer.reading import memory_of, turned_back_next
 from kvedge.layer.room import reserve, slide
-from kvedge.layer.store import Part, Parts, StoreParts
 from kvedge.layer.types import layer_classes
 from kvedge.rope import Turns
 
@@ -35,38 +45,58 @@ class LayerStore:
     frozen: bool
     key_map_is_auto: bool
     key_rule: KeyRule
-    parts: StoreParts | None
     turns: Turns | None
     evicted_at: int
 
-    _now: Held  # replaced as a whole, so that a reader sees one moment
+    # Replaced as a whole, so that a reader sees one moment. Of its parts no array is written to, but
+    # for runs, behind those that are held.
+    _now: Held
     _last_row: int  # rows below it have been written
 
     def open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
         self.frozen = self.key_map_is_auto = False
         self.evicted_at = 0
         self.key_rule = KeyRule()
-        self.parts = None
         self.turns = None
         slabs = memory.reserve_slabs(config) if slabs is None else slabs
-        self._now = Held(slabs, 0, 0, 0, NO_MAP)
+        parts = empty_parts(config, 0)
+        if parts is not None and config.in_runs:
+            parts = parts._replace(runs=memory.reserve_runs(config))
+        self._now = Held(slabs, 0, 0, 0, None, NO_MAP, parts)
         self._last_row = 0
-        self.bind(slabs, config)
+        self.config = config
 
     def __len__(self) -> int:
         """Tokens stored."""
         return self.held().num_tokens
 
+    def arrays(self) -> list[np.ndarray]:
+        parts: Parts | None = self._now.parts
+        if parts is None:
+            return [*self._now.slabs]
+        body = self._now.slabs if parts.runs is None else parts.runs
+        return [*body, *parts.first, *parts.last]
+
     def held(self) -> Held:
-        if self.parts is None:
-            return self._now
-        parts = self.parts.now  # first: see the native backend
-        held = self._now
-        n = max(0, min(held.num_tokens, parts.end - held.num_dropped))
-        return held._replace(num_tokens=n, parts=parts)
+        return self._now
+
+    def snapshot(self, end: int | None = None) -> Held:
+        return self._now if end is None else self._at(end - self._now.num_dropped)
+
+    def _at(self, n: int) -> Held:
+        """What is held where the layer goes to another length."""
+        held, parts = self._now, self._now.parts
+        if parts is None:
+            return held._replace(num_tokens=n)
+        before, end = held.num_dropped + held.num_tokens, held.num_dropped + n
+        if end < before:
+            parts = parts.since(before - kept_rows(self.config))
+        if end > parts.last_at + len(parts.last.key_codes) or not kept_rows(self.config):
+            parts = parts.until(0)._replace(first=parts.first, last_at=end)
+        return held._replace(num_tokens=max(n, 0), parts=parts)
 
     def end(self) -> int:
-        held = self.held()
+        held = self._now
         return held.num_dropped + held.num_tokens
 
     def written(self) -> int:
@@ -78,13 +108,24 @@ class LayerStore:
 
     @property
     def key_map(self) -> KeyMap:
-        key_map: KeyMap = self._now.source
+        key_map: KeyMap = self._now.key_map
         return key_map
 
     def bind(self, slabs: Slabs, config: LayerConfig, key_map: KeyMap | None = None) -> None:
-        self._last_row -= self._now.start
-        source = self._now.source if key_map is None else key_map
-        self._now = self._now._replace(slabs=slabs, start=0, source=source)
+        held, parts, row = self._now, self._now.parts, self._now.start
+        if config.in_runs:
+            row = row // RUN * RUN
+            if config.capacity == self.config.capacity:
+                row = 0
+            else:
+                runs = memory.reserve_runs(config)
+                memory.copy_runs(parts.runs, config, row, self._last_row, runs)
+                parts = parts._replace(runs=runs, runs_at=parts.runs_at + row)
+        self._last_row -= row
+        key_map = held.key_map if key_map is None else key_map
+        self._now = held._replace(
+            slabs=slabs, start=held.start - row, key_map=key_map, parts=parts
+        )
         self.config = config
 
     def filled(self, position: int, n: int) -> None:
@@ -92,9 +133,7 @@ class LayerStore:
 
     def set_len(self, n: int) -> None:
         self.filled(0, n)
-        self._now = self._now._replace(num_tokens=n)
-        if self.parts is not None:
-            self.parts.set_end(self._now.num_dropped + n)
+        self._now = self._at(n)
 
     def drop(self, n: int) -> None:
         held = self._now
@@ -104,14 +143,42 @@ class LayerStore:
             num_dropped=held.num_dropped + n,
         )
 
-    def restart(self, num_dropped: int = 0, parts: Parts | None = None) -> None:
-        if self.parts is not None and parts is None:
-            parts = self.parts.empty(num_dropped)
-        self._now = self._now._replace(start=0, num_tokens=0, num_dropped=num_dropped)
-        self._last_row = self.evicted_at = 0
+    def holding(
+        self,
+        num_tokens: int,
+        num_dropped: int,
+        parts: Parts | None = None,
+        start: int = 0,
+        key_map: KeyMap | None = None,
+    ) -> Callable[[], None]:
+        config = self.config
+        if config.recent_dtype:
+            parts = empty_parts(config, num_dropped) if parts is None else parts
+            assert parts is not None
+            parts = parts.since(num_dropped + num_tokens - kept_rows(config))
+            runs = parts.runs
+            if runs is not None:
+                start = num_dropped - parts.runs_at
+                if runs is not self._now.parts.runs:
+                    runs = memory.reserve_runs(config)
+                    tokens = memory.tokens_of_runs(parts.runs, config)
+                    memory.copy_runs(parts.runs, config, 0, tokens, runs)
+            first, last = (Slabs(*map(np.array, each)) for each in (parts.first, parts.last))
+            parts = parts._replace(first=first, last=last, runs=runs)
+
+        def take() -> None:
+            held_map = self._now.key_map if key_map is None else key_map
+            self._now = Held(
+                self._now.slabs, start, num_tokens, num_dropped, None, held_map, parts
+            )
+            self._last_row = start + num_tokens
+
+        return take
+
+    def restart(self, num_dropped: int = 0) -> None:
+        self.holding(0, num_dropped)()
+        self.evicted_at = 0
         self.turns = None
-        if self.parts is not None and parts is not None:
-            self.parts.now = parts
 
     def set_key_map(self, key_map: KeyMap) -> None:
         self.bind(self.slabs, self.config, key_map)
@@ -137,11 +204,6 @@ class LayerStore:
 
         return move
 
-    def evicted(self, kept: int) -> None:
-        held = self._now
-        dropped = held.num_dropped + held.num_tokens - kept
-        self._now = held._replace(num_tokens=kept, num_dropped=dropped)
-
     def push(self, keys: Array, values: Array) -> None:
         checks.check_unfrozen(self.frozen)
         self._store(*checks.checked_rows(keys, values, self.config, len(self), many=False))
@@ -163,8 +225,6 @@ class LayerStore:
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
-            if len(self) < self._now.num_tokens:  # forked beside an append, which ends here
-                self.set_len(len(self))
             before = mark(self, len(keys))
             try:
                 keys = turned_back_next(self, keys)
@@ -184,35 +244,66 @@ class LayerStore:
         self._refuse_keys(keys)
         for block in self._blocks(len(values)):
             checks.refuse_values(values[block], config)
-        if self.parts is not None:
-            self.parts.refuse(keys, values)
+        if config.recent_dtype:
+            refuse(config, self.key_map, keys, values)
 
+    @in_default_mode
     def store_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append rows that are checked, and that there is room for."""
-        if self.parts is None:
-            self.store_in_slabs(keys, values)
-            return
-        assert isinstance(self.parts, LayerParts)
-        made = self.parts.begin(self.end(), len(keys))
-        self._of(made.first).store_in_slabs(keys[: made.sinks], values[: made.sinks])
-        self._of(made.last).store_in_slabs(keys[made.skipped :], values[made.skipped :])
-        self.store_in_slabs(keys, values)
-
-        def append(store: Any, first: int, n: int) -> None:
-            store.store_in_slabs(keys[first : first + n], values[first : first + n])
-
-        self.parts.commit(made, self.parts.runs_of(made, append))
-
-    @staticmethod
-    def _of(part: Part) -> LayerStore:
-        """The store of a part, which is of this backend too."""
-        return cast(LayerStore, part.store)
-
-    def store_in_slabs(self, keys: np.ndarray, values: np.ndarray) -> None:
         held, n = self._now, len(keys)
-        self.write_rows(held.start + held.num_tokens, keys, values)
-        self.filled(held.num_tokens, n)
-        self._now = held._replace(num_tokens=held.num_tokens + n)
+        parts = None if held.parts is None else self._longer(held.parts, keys, values)
+        if not self.config.in_runs:
+            self.write_rows(held.start + held.num_tokens, keys, values)
+        self._last_row = held.start + held.num_tokens + n
+        self._now = held._replace(num_tokens=held.num_tokens + n, parts=parts)
+
+    def _longer(self, parts: Parts, keys: np.ndarray, values: np.ndarray) -> Parts:
+        """First and last tokens behind which some are appended; runs that they fill are encoded."""
+        config, end, n = self.config, self.end(), len(keys)
+        new = encoded(config.part_config, NO_MAP, keys, values)
+        first = parts.until(end).first
+        sinks = min(n, config.sinks - end)
+        if sinks > 0 and parts.first_at + len(first.key_codes) == end:
+            first = _joined(first, Slabs(*(each[:sinks] for each in new)))
+        else:
+            first = parts.first
+        kept = kept_rows(config)
+        if not kept:
+            return parts._replace(first=first, last_at=end + n)
+        cut = end // RUN * RUN if config.in_runs else end
+        if parts.last_at > cut:  # of a run that it went back into
+            parts = self._with_rest(parts, cut, end)
+        last, at = _joined(parts.until(end).last, new), parts.last_at
+        if parts.runs is not None:
+            self._encode_runs(parts, Slabs(*(each[cut - at :] for each in last)), cut, end + n)
+        parts = parts._replace(first=first, last=last)
+        return parts.since((end if config.recent else end + n) - kept)
+
+    def _with_rest(self, parts: Parts, cut: int, end: int) -> Parts:
+        """Last tokens from a position on, those in front as they lie in rows or runs."""
+        config, stop = self.config, min(parts.last_at, end)
+        form = config.runs(RUN) if config.in_runs else config.plain
+        slabs = self._now.slabs if parts.runs is None else parts.runs
+        at, sides = cut - self._now.num_dropped + self._now.start, []
+        for side in (False, True):
+            rows = np.empty(config.rows_shape(side, stop - cut), np.float32)
+            self._read(slabs, form, self.key_map, side, at, rows)
+            sides.append(rows)
+        rest = encoded(config.part_config, NO_MAP, *sides)
+        return parts._replace(last=_joined(rest, parts.until(end).last), last_at=cut)
+
+    def _encode_runs(self, parts: Parts, tokens: Slabs, cut: int, end: int) -> None:
+        """Encode the whole ones of tokens from a position on, in pieces."""
+        config, form = self.config, self.config.runs(RUN)
+        for start in range(cut, end // RUN * RUN, PIECE):
+            stop = min(start + PIECE, end // RUN * RUN)
+            some = Slabs(*(each[start - cut : stop - cut] for each in tokens))
+            sides = (decoded(config.part_config, some, values) for values in (False, True))
+            at = start - parts.runs_at
+            assert parts.runs is not None
+            rows = memory.rows_of(parts.runs, form, at, at + stop - start)
+            for row, stored in zip(rows, encoded(form, self.key_map, *sides), strict=True):
+                row[:] = stored
 
     def _refuse_keys(self, keys: np.ndarray) -> None:
         """Raise if any of the keys cannot be stored."""
@@ -245,31 +336,54 @@ class LayerStore:
     def dequantize(
         self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
     ) -> Floats:
-        if held.parts is None:
-            return self.dequantize_rows(held, values, start, stop, out)
-        for part in parts_of(held, self.config):
-            first, last = max(start, part.start), min(stop, part.stop)
-            if first < last:
-                layer = self if part.store is None else cast(LayerStore, part.store)
-                own = held if part.store is None else layer.held()
-                at = part.at + first - part.start
-                to = out[first - start : last - start]
-                layer.dequantize_rows(own, values, at, at + last - first, to)
+        for slabs, config, key_map, row, first, last in self._reads(held):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                to = out[low - start : high - start]
+                self._read(slabs, config, key_map, values, row + low - first, to)
         return out
 
     @in_default_mode
-    def dequantize_rows(
-        self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
-    ) -> Floats:
-        stored = held.slabs.side(values, self.config)
-        start, stop = held.start + start, held.start + stop
-        key_map: KeyMap = NO_MAP if values else held.source
-        for block in self._blocks(stop - start):
-            at = slice(start + block.start, start + block.stop)
-            clamp(key_map.from_stored(stored.decode(at, np.float32)), out[block])
+    def _read(
+        self,
+        slabs: Slabs,
+        config: LayerConfig,
+        key_map: KeyMap,
+        values: bool,
+        row: int,
+        out: np.ndarray,
+    ) -> None:
+        """Write keys, or values, of slabs from a row on to `out`."""
+        stored = slabs.side(values, config)
+        for block in self._blocks(len(out)):
+            at = slice(row + block.start, row + block.stop)
+            rows = stored.decode(at, np.float32)
+            clamp(rows if values else key_map.from_stored(rows), out[block])
             if values:
-                out[block] = self.config.read_values(out[block])
-        return out
+                out[block] = config.read_values(out[block])
+
+    def _reads(
+        self, held: Held, num_rows: int = 1
+    ) -> list[tuple[Slabs, LayerConfig, KeyMap, int, int, int]]:
+        """Where tokens are read by so many queries: slabs, what they are, a row, tokens."""
+        n, dropped, config = held.num_tokens, held.num_dropped, self.config
+        parts: Parts | None = held.parts
+        if parts is None:
+            return [(held.slabs, config, held.key_map, held.start, 0, n)] if n else []
+        own, end, sinks, stop = config.part_config, dropped + n, 0, None
+        if parts.first_at <= dropped:
+            sinks = min(n, max(0, parts.first_at + len(parts.first.key_codes) - dropped))
+        if parts.runs is not None:
+            stop = runs_end(end, parts.last_at) - dropped
+        tail = tail_of(config, n, sinks, parts.last_at - dropped, stop, num_rows)
+        form = config.plain if parts.runs is None else config.runs(RUN)
+        body = held.slabs if parts.runs is None else parts.runs
+        reads = (
+            (parts.first, own, NO_MAP, dropped - parts.first_at, 0, sinks),
+            (body, form, held.key_map, held.start + sinks, sinks, tail),
+            (parts.last, own, NO_MAP, tail + dropped - parts.last_at, tail, n),
+        )
+        return [read for read in reads if read[4] < read[5]]
 
     def attend(self, query: Array, options: Mapping[str, Any]) -> Any:
         return self._attend(query, **options)
@@ -314,16 +428,19 @@ class LayerStore:
         return attention.scores(self.stored(self.held()), rows, scale)
 
     def stored(self, held: Held, num_rows: int = 1) -> attention.Stored:
-        parts = []
-        for part in parts_of(held, self.config, num_rows):
-            own = held if part.store is None else part.store.held()
-            config = self.config if part.store is None else part.store.config
-            for start, stop, turn in ranges_of(self.turns, held.num_dropped, part):
-                first = own.start + part.at + start - part.start
-                parts.append(
-                    attention.StoredPart(own.slabs, config, own.source, first, start, stop, turn)
-                )
+        parts = [
+            attention.StoredPart(
+                slabs, config, key_map, row + start - first, start, stop, turn
+            )
+            for slabs, config, key_map, row, first, last in self._reads(held, num_rows)
+            for start, stop, turn in ranges_of(self.turns, held.num_dropped, first, last)
+        ]
         return attention.Stored(parts, self.config, held.num_tokens)
+
+
+def _joined(one: Slabs, other: Slabs) -> Slabs:
+    """The rows of both."""
+    return Slabs(*(np.concatenate(pair) for pair in zip(one, other, strict=True)))
 
 
 layer_types = layer_classes(__name__, LayerStore)
