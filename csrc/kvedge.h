@@ -269,8 +269,10 @@ kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t
  * first of a run. All tokens are there as rows, or as whole runs of 32; first and last ones lie apart as well. */
 typedef struct {
   int64_t start, stop; /* its tokens are rows start..stop-1 */
-  int64_t last_from;   /* those from this row on also lie in row mod kvedge_layer_last_rows of the last tokens. Runs end
+  int64_t
+      last_from; /* those from this row on also lie among the last tokens, whose row 0 has that of row last_row. Runs end
                                  * with the last whole one, or where last tokens do not reach back to it, with the tokens */
+  int64_t last_row;
   int64_t first_row, num_first; /* so many from this row on also lie in row 0 and on of the first tokens */
   int64_t first_stop;           /* tokens that are appended below this row become first tokens: sinks */
 } kvedge_ranges;

@@ -77,6 +77,7 @@ cdef extern from "kvedge.h" nogil:
         int64_t start
         int64_t stop
         int64_t last_from
+        int64_t last_row
         int64_t first_row
         int64_t num_first
         int64_t first_stop

@@ -12,7 +12,7 @@ int kvedge_requests_of_part(const kvedge_part *p) { return p->layer && kvedge_ha
 
 int64_t kvedge_segments_of_part(const kvedge_part *p) {
   if (!p->layer || p->num_tokens < 0 || p->num_tokens > KVEDGE_MOST_TOKENS) return 0;
-  if (kvedge_has_ranges(p->layer)) return p->blocks ? 0 : 5; /* of last tokens 3: blocks of a ring */
+  if (kvedge_has_ranges(p->layer)) return p->blocks ? 0 : 3;
   if (!p->blocks) return 1;
   if (!kvedge_is_block_size(p->layer, p->block_size) || p->first_row < 0 || p->first_row > KVEDGE_MOST_TOKENS) return 0;
   return kvedge_blocks_of_rows(p->block_size, p->num_tokens);

@@ -1,10 +1,44 @@
-/* What is done to a layer's tokens once they are stored: copies, room, keeping some of them, moving keys to other
- * positions. All but copying need the layer alone. */
+/* What is done to a layer's tokens once they are stored: where they lie, copies, room, keeping some of them, moving keys to
+ * other positions. All but copying need the layer alone. */
 #include <math.h>
 #include <string.h>
 
 #include "store/ranges.h"
 #include "system/float_mode.h"
+
+/* ---- Ranges ---------------------------------------------------------------------------------- */
+
+void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges) {
+  if (kvedge_has_ranges(layer)) {
+    *ranges = kvedge_ranges_now(layer);
+    return;
+  }
+  *ranges = (kvedge_ranges){0};
+  ranges->stop = kvedge_layer_range(layer, &ranges->start) + ranges->start;
+  ranges->last_from = ranges->stop;
+}
+
+kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, int64_t row) {
+  if (!layer || !from || layer == from || kvedge_layer_len(layer) > 0 || row < 0) return KVEDGE_ERROR_ARGUMENT;
+  if (kvedge_has_ranges(layer) != kvedge_has_ranges(from)) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_ranges r;
+  kvedge_layer_get_ranges(from, &r);
+  if (row > r.start || r.stop - row > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
+  if (kvedge_has_ranges(from)) {
+    if (row & (kvedge_row_tokens(from) - 1)) return KVEDGE_ERROR_ARGUMENT;
+    int64_t last_written;
+    kvedge_hold(from); /* it may be appended to meanwhile */
+    r = kvedge_ranges_written(from, &last_written);
+    kvedge_ranges_copy(layer, from, &r, last_written, row);
+    kvedge_release(from);
+    return KVEDGE_OK;
+  }
+  kvedge_copy_bounds(from, layer);
+  layer->written = from->written - row;
+  atomic_store_explicit(&layer->start, r.start - row, memory_order_relaxed);
+  atomic_store_explicit(&layer->stop, r.stop - row, memory_order_release);
+  return KVEDGE_OK;
+}
 
 /* ---- Copies ---------------------------------------------------------------------------------- */
 
@@ -83,8 +117,7 @@ kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int6
     if (tokens[i] < 0 || tokens[i] >= len || (i > 0 && tokens[i] <= tokens[i - 1])) return KVEDGE_ERROR_ARGUMENT;
   kvedge_quiesce(); /* a late reader may look at rows that are written over */
   if (kvedge_has_ranges(layer)) {
-    const kvedge_status status = kvedge_ranges_keep(layer, tokens, num_tokens);
-    if (status != KVEDGE_OK) return status;
+    kvedge_ranges_keep(layer, tokens, num_tokens);
   }
   for (int64_t i = 0, num; i < num_tokens; i += num) { /* tokens[i] >= i: what is read later is not yet written over */
     for (num = 1; i + num < num_tokens && tokens[i + num] == tokens[i] + num;) num++;
@@ -150,19 +183,16 @@ typedef struct {
   int64_t first, stop; /* rows of it */
 } row_range;
 
-/* Some tokens of a layer in its body, and where they lie apart besides: 1 to 4 ranges of rows. */
-static int ranges_apart(kvedge_layer *layer, int64_t first, int64_t stop, row_range ranges[4]) {
+/* Some tokens of a layer in its body, and where they lie apart besides: 1 to 3 ranges of rows. */
+static int ranges_apart(kvedge_layer *layer, int64_t first, int64_t stop, row_range ranges[3]) {
   kvedge_ranges r;
   kvedge_layer_get_ranges(layer, &r);
   int n = 1;
   const int64_t end = r.first_row + r.num_first < stop ? r.first_row + r.num_first : stop;
   const int64_t begin = r.first_row > first ? r.first_row : first;
   if (begin < end) ranges[n++] = (row_range){layer->first, begin - r.first_row, end - r.first_row};
-  const int64_t rows = layer->last->config.capacity, since = r.last_from > first ? r.last_from : first;
-  for (int64_t at = since, count; at < stop; at += count) {
-    count = rows - at % rows < stop - at ? rows - at % rows : stop - at;
-    ranges[n++] = (row_range){layer->last, at % rows, at % rows + count};
-  }
+  const int64_t since = r.last_from > first ? r.last_from : first;
+  if (since < stop) ranges[n++] = (row_range){layer->last, since - r.last_row, stop - r.last_row};
   return n;
 }
 
@@ -173,7 +203,7 @@ kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t first, int64_t sto
   int64_t row;
   if (first < 0 || first > stop || stop > kvedge_layer_range(layer, &row)) return KVEDGE_ERROR_ARGUMENT;
   kvedge_quiesce(); /* a late reader may look at rows that are written over */
-  row_range ranges[4] = {
+  row_range ranges[3] = {
       {layer, row + first, row + stop}
   };
   const int n = kvedge_has_ranges(layer) ? ranges_apart(layer, row + first, row + stop, ranges) : 1;

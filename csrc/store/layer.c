@@ -138,7 +138,7 @@ static int slabs_in_block(const kvedge_layer_config *config, slab_offsets *at) {
 int64_t kvedge_layer_last_rows(const kvedge_layer_config *given) {
   kvedge_layer_config config;
   if (!complete_config(given, &config)) return -1;
-  return has_ranges(&config) ? kvedge_ring_rows(&config) : 0;
+  return has_ranges(&config) ? kvedge_last_rows(&config) : 0;
 }
 
 size_t kvedge_layer_header_bytes(const kvedge_layer_config *given) {
@@ -192,7 +192,7 @@ static void open_ranges(kvedge_layer *layer, const kvedge_slabs *slabs) {
   atomic_init(&layer->process, kvedge_process());
   layer->first_stop = layer->config.sinks;
   atomic_init(&layer->last_written, 0);
-  layer->drained_from = 0;
+  atomic_init(&layer->last_row, 0);
 }
 
 kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *given,
@@ -204,7 +204,7 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   if ((keys.format->has_scales && !slabs->key_scales) || (values.format->has_scales && !slabs->value_scales))
     return KVEDGE_ERROR_ARGUMENT;
   if (has_ranges(&config) && config.sinks && (!slabs->first_keys || !slabs->first_values)) return KVEDGE_ERROR_ARGUMENT;
-  if (has_ranges(&config) && kvedge_ring_rows(&config) && (!slabs->last_keys || !slabs->last_values))
+  if (has_ranges(&config) && kvedge_last_rows(&config) && (!slabs->last_keys || !slabs->last_values))
     return KVEDGE_ERROR_ARGUMENT;
   if (bytes < header_bytes(&config)) return KVEDGE_ERROR_MEMORY;
   kvedge_status status = kvedge_isa_ready();

@@ -27,12 +27,12 @@ struct kvedge_layer {
   _Atomic float key_bound, value_bound;
   /* Of a layer of three ranges; else `first` and `last` are NULL. See store/ranges.h. */
   kvedge_layer *first, *last;
-  _Atomic uint32_t version;  /* odd while the writer changes stop and the next four */
+  _Atomic uint32_t version;  /* odd while the writer changes stop and the next five */
   _Atomic int64_t last_from; /* the first row whose token is among the last ones, up to stop; above stop: none is */
   _Atomic int64_t first_row, num_first; /* tokens of rows first_row.. that lie in rows 0..num_first-1 of `first` */
   int64_t first_stop;                   /* tokens of rows below it are first ones */
-  _Atomic int64_t last_written; /* rows from last_from up to it are in the ring; above stop where the layer went back */
-  int64_t drained_from;         /* no call is at work that began when last_from was lower */
+  _Atomic int64_t last_row;             /* whose token lies in row 0 of `last`; changes while no call reads */
+  _Atomic int64_t last_written; /* rows from last_from up to it are in `last`; above stop where the layer went back */
   _Atomic int num_readers, is_draining;
   _Atomic uint32_t process;   /* kvedge_process() of the readers */
   kvedge_allocator allocator; /* that gave its memory; allocate is NULL: the caller brought it */
@@ -55,6 +55,11 @@ static inline int kvedge_is_block_size(const kvedge_layer *pool, int64_t block_s
 static inline void kvedge_raise_bound(_Atomic float *bound, float value) {
   if (value > atomic_load_explicit(bound, memory_order_relaxed))
     atomic_store_explicit(bound, value, memory_order_relaxed);
+}
+
+static inline void kvedge_copy_bounds(const kvedge_layer *from, kvedge_layer *to) {
+  kvedge_raise_bound(&to->key_bound, atomic_load_explicit(&from->key_bound, memory_order_relaxed));
+  kvedge_raise_bound(&to->value_bound, atomic_load_explicit(&from->value_bound, memory_order_relaxed));
 }
 
 static inline void kvedge_raise_written(kvedge_layer *layer, int64_t stop) {

@@ -11,7 +11,7 @@
 
 enum {
   DRAFT = 64, /* last tokens that may be taken back, and those before them are still all there */
-  ROOM = 64,  /* tokens appended between two waits for readers, at least */
+  ROOM = 64,  /* tokens appended between two moves of the last ones, at least */
 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -27,9 +27,9 @@ int64_t kvedge_kept_rows(const kvedge_layer_config *config) {
   return recent ? recent + DRAFT : 0;
 }
 
-int64_t kvedge_ring_rows(const kvedge_layer_config *config) {
+int64_t kvedge_last_rows(const kvedge_layer_config *config) {
   const int64_t kept = kvedge_kept_rows(config), room = larger(config->recent_room, ROOM);
-  return kept ? (kept + room + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN : 0; /* a run does not cross its end */
+  return kept ? (kept + room + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN : 0;
 }
 
 static kvedge_layer_config plain_config(const kvedge_layer_config *config, int64_t rows) {
@@ -45,10 +45,11 @@ kvedge_layer_config kvedge_first_config(const kvedge_layer_config *config) {
 }
 
 kvedge_layer_config kvedge_last_config(const kvedge_layer_config *config) {
-  return plain_config(config, kvedge_ring_rows(config));
+  return plain_config(config, kvedge_last_rows(config));
 }
 
-static int64_t ring_of(const kvedge_layer *layer) {
+/* Last tokens that there is room for. */
+static int64_t room_of(const kvedge_layer *layer) {
   return kvedge_kept_rows(&layer->config) ? layer->last->config.capacity : 0;
 }
 
@@ -72,9 +73,7 @@ static void forget_parents_readers(kvedge_layer *layer) {
   }
 }
 
-/* The ranges of one moment, as the writer has them: of a layer that went back, last_from and first tokens may lie above
- * stop. Last tokens are there up to row *last_written. */
-static kvedge_ranges all_written(const kvedge_layer *layer, int64_t *last_written) {
+kvedge_ranges kvedge_ranges_written(const kvedge_layer *layer, int64_t *last_written) {
   kvedge_ranges r;
   uint32_t before, after;
   do {
@@ -82,6 +81,7 @@ static kvedge_ranges all_written(const kvedge_layer *layer, int64_t *last_writte
     r.start = atomic_load_explicit(&layer->start, memory_order_acquire);
     r.stop = atomic_load_explicit(&layer->stop, memory_order_acquire);
     r.last_from = atomic_load_explicit(&layer->last_from, memory_order_acquire);
+    r.last_row = atomic_load_explicit(&layer->last_row, memory_order_acquire);
     r.first_row = atomic_load_explicit(&layer->first_row, memory_order_acquire);
     r.num_first = atomic_load_explicit(&layer->num_first, memory_order_acquire);
     *last_written = atomic_load_explicit(&layer->last_written, memory_order_acquire);
@@ -91,9 +91,9 @@ static kvedge_ranges all_written(const kvedge_layer *layer, int64_t *last_writte
   return r;
 }
 
-static kvedge_ranges ranges_now(const kvedge_layer *layer) {
+kvedge_ranges kvedge_ranges_now(const kvedge_layer *layer) {
   int64_t unused;
-  kvedge_ranges r = all_written(layer, &unused);
+  kvedge_ranges r = kvedge_ranges_written(layer, &unused);
   r.last_from = smaller(r.last_from, r.stop);
   r.num_first = larger(0, smaller(r.num_first, r.stop - r.first_row));
   return r;
@@ -114,15 +114,6 @@ void kvedge_hold(const kvedge_layer *layer) {
 
 void kvedge_release(const kvedge_layer *layer) { atomic_fetch_sub(&((kvedge_layer *)layer)->num_readers, 1); }
 
-/* Some rows of last tokens; its blocks are the ring, twice. */
-static kvedge_part part_of_ring(const kvedge_layer *last, int64_t row, int64_t num_tokens) {
-  static const int32_t ring[2] = {0, 0};
-  const int64_t rows = last->config.capacity;
-  kvedge_part part = {.layer = last, .first_row = row % rows, .num_tokens = num_tokens};
-  if (part.first_row + num_tokens > rows) part.blocks = ring, part.block_size = rows;
-  return part;
-}
-
 int kvedge_parts_of_ranges(const kvedge_layer *layer, const kvedge_ranges *r, int64_t row, int64_t num_tokens,
                            int64_t query_row, kvedge_part parts[3]) {
   const int64_t stop = row + num_tokens, recent = layer->config.recent;
@@ -140,20 +131,10 @@ int kvedge_parts_of_ranges(const kvedge_layer *layer, const kvedge_ranges *r, in
     parts[n++] = (kvedge_part){.layer = layer->first, .first_row = row - r->first_row, .num_tokens = sinks - row};
   if (tail > sinks)
     parts[n++] = (kvedge_part){.layer = layer, .first_row = sinks, .num_tokens = tail - sinks, .position = sinks - row};
-  if (stop > tail) {
-    parts[n] = part_of_ring(layer->last, tail, stop - tail);
-    parts[n++].position = tail - row;
-  }
+  if (stop > tail)
+    parts[n++] = (kvedge_part){
+        .layer = layer->last, .first_row = tail - r->last_row, .num_tokens = stop - tail, .position = tail - row};
   return n;
-}
-
-/* Rows of one part: stored in a plain layer, or in the body. */
-static void load_part(const kvedge_part *part, int values, float *out) {
-  const kvedge_side *side = values ? &part->layer->values : &part->layer->keys;
-  const ptrdiff_t token = (ptrdiff_t)side->num_kv_heads * side->shape.dim;
-  const int64_t rows = part->layer->config.capacity, before = part->blocks ? rows - part->first_row : part->num_tokens;
-  kvedge_rows_load(side, part->first_row, part->first_row + before, out);
-  if (part->blocks) kvedge_rows_load(side, 0, part->num_tokens - before, out + before * token);
 }
 
 static void load(const kvedge_layer *layer, const kvedge_ranges *ranges, int values, int64_t start, int64_t stop,
@@ -162,12 +143,14 @@ static void load(const kvedge_layer *layer, const kvedge_ranges *ranges, int val
   const kvedge_side *side = values ? &layer->values : &layer->keys;
   const int n = kvedge_parts_of_ranges(layer, ranges, start, stop - start, ranges->stop - 1, parts);
   for (int i = 0; i < n; i++)
-    load_part(&parts[i], values, out + parts[i].position * side->num_kv_heads * side->shape.dim);
+    kvedge_rows_load(values ? &parts[i].layer->values : &parts[i].layer->keys, parts[i].first_row,
+                     parts[i].first_row + parts[i].num_tokens,
+                     out + parts[i].position * side->num_kv_heads * side->shape.dim);
 }
 
 void kvedge_ranges_load(const kvedge_layer *layer, int values, int64_t start, int64_t stop, float *out) {
   kvedge_hold(layer);
-  const kvedge_ranges ranges = ranges_now(layer);
+  const kvedge_ranges ranges = kvedge_ranges_now(layer);
   load(layer, &ranges, values, start, stop, out);
   kvedge_release(layer);
 }
@@ -242,32 +225,36 @@ static void drain(kvedge_layer *layer) {
   kvedge_quiesce();
 }
 
-static void publish(kvedge_layer *layer, int64_t stop, int64_t last_from, int64_t num_first, int64_t last_written) {
+static void publish(kvedge_layer *layer, const kvedge_ranges *now, int64_t last_written) {
   const uint32_t version = atomic_load_explicit(&layer->version, memory_order_relaxed);
   atomic_store_explicit(&layer->version, version + 1, memory_order_relaxed);
-  atomic_store_explicit(&layer->last_from, last_from, memory_order_release);
-  atomic_store_explicit(&layer->num_first, num_first, memory_order_release);
+  atomic_store_explicit(&layer->start, now->start, memory_order_release);
+  atomic_store_explicit(&layer->last_from, now->last_from, memory_order_release);
+  atomic_store_explicit(&layer->last_row, now->last_row, memory_order_release);
+  atomic_store_explicit(&layer->first_row, now->first_row, memory_order_release);
+  atomic_store_explicit(&layer->num_first, now->num_first, memory_order_release);
   atomic_store_explicit(&layer->last_written, last_written, memory_order_release);
-  atomic_store_explicit(&layer->stop, stop, memory_order_release);
+  atomic_store_explicit(&layer->stop, now->stop, memory_order_release);
   atomic_store_explicit(&layer->version, version + 2, memory_order_release);
 }
 
-/* Stores tokens from row `at` on, the first of which is `from` of the caller's. */
-static void store_in_ring(kvedge_layer *last, const kvedge_array *keys, const kvedge_array *values, int64_t from,
-                          int64_t at, int64_t num_tokens) {
-  const int64_t rows = last->config.capacity;
-  for (int64_t done = 0, n; done < num_tokens; done += n) {
-    const int64_t row = (at + done) % rows;
-    n = smaller(num_tokens - done, rows - row);
-    const kvedge_array some_keys = kvedge_array_from(keys, from + done, 0);
-    const kvedge_array some_values = kvedge_array_from(values, from + done, 0);
-    kvedge_rows_store(&last->keys, &some_keys, n, row);
-    kvedge_rows_store(&last->values, &some_values, n, row);
-  }
+/* Lets row `row` be the first of the last tokens, of which those from row `from` to `stop` are moved along. */
+static void move_last(kvedge_layer *layer, kvedge_ranges *now, int64_t row, int64_t from, int64_t stop) {
+  drain(layer);
+  if (from < stop) kvedge_copy_tokens(layer->last, from - now->last_row, layer->last, from - row, stop - from);
+  now->last_row = row;
 }
 
-/* Rows of the ring as an array, from one on. */
-static kvedge_array array_of_ring(const kvedge_side *side, int64_t row) {
+/* Stores tokens as rows from `at` on, the first of which is `from` of the caller's. */
+static void store_tokens(const kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values, int64_t from,
+                         int64_t at, int64_t num_tokens) {
+  const kvedge_array some_keys = kvedge_array_from(keys, from, 0), some_values = kvedge_array_from(values, from, 0);
+  kvedge_rows_store(&layer->keys, &some_keys, num_tokens, at);
+  kvedge_rows_store(&layer->values, &some_values, num_tokens, at);
+}
+
+/* Last tokens as an array, from one on. */
+static kvedge_array array_of_last(const kvedge_side *side, int64_t row) {
   const kvedge_format format = side->format->id;
   const ptrdiff_t bytes = (ptrdiff_t)side->row_bytes;
   return (kvedge_array){.data = kvedge_codes_at(side, row),
@@ -278,27 +265,26 @@ static kvedge_array array_of_ring(const kvedge_side *side, int64_t row) {
                         .head_stride = bytes};
 }
 
-/* Encodes the run that begins at a row, from the ring. */
-static void encode_run(kvedge_layer *layer, int64_t row) {
-  const int64_t at = row % layer->last->config.capacity;
+/* Encodes the run that begins at a row, from the last tokens. */
+static void encode_run(kvedge_layer *layer, int64_t row, int64_t last_row) {
   for (int values = 0; values < 2; values++) {
     const kvedge_side *side = values ? &layer->values : &layer->keys;
-    const kvedge_array rows = array_of_ring(values ? &layer->last->values : &layer->last->keys, at);
+    const kvedge_array rows = array_of_last(values ? &layer->last->values : &layer->last->keys, row - last_row);
     kvedge_rows_store(side, &rows, KVEDGE_RUN, row);
     kvedge_raise_bound(values ? &layer->value_bound : &layer->key_bound,
                        kvedge_rows_bound(side, row, row + KVEDGE_RUN));
   }
 }
 
-/* Puts tokens of the body into the ring, token by token: those of a run that the layer was cut in. */
-static void reload(kvedge_layer *layer, int64_t start, int64_t stop) {
+/* Lets tokens of the body be last ones as well, token by token: those of a run that the layer was cut in. */
+static void reload(kvedge_layer *layer, int64_t start, int64_t stop, int64_t last_row) {
   const int heads = layer->config.num_kv_heads;
   float row[KVEDGE_MAX_HEAD_DIM];
   for (int64_t token = start; token < stop; token++)
     for (int values = 0; values < 2; values++) {
       const kvedge_side *side = values ? &layer->values : &layer->keys;
       const kvedge_side *last = values ? &layer->last->values : &layer->last->keys;
-      char *codes = kvedge_codes_at(last, token % layer->last->config.capacity);
+      char *codes = kvedge_codes_at(last, token - last_row);
       for (int head = 0; head < heads; head++, codes += last->row_bytes) {
         const kvedge_side one = kvedge_side_of_head(side, token, head);
         kvedge_rows_load(&one, token % side->format->row_tokens, token % side->format->row_tokens + 1, row);
@@ -307,85 +293,75 @@ static void reload(kvedge_layer *layer, int64_t start, int64_t stop) {
     }
 }
 
+/* First tokens: those that follow them below first_stop. */
+static void append_first(kvedge_layer *layer, kvedge_ranges *now, const kvedge_array *keys, const kvedge_array *values,
+                         int64_t num_tokens) {
+  const int64_t held = larger(0, smaller(now->num_first, now->stop - now->first_row));
+  const int64_t more = smaller(num_tokens, layer->first_stop - now->stop);
+  if (more <= 0 || now->first_row + held != now->stop) return;
+  store_tokens(layer->first, keys, values, 0, held, more);
+  kvedge_raise_bound(&layer->first->key_bound, layer->last->checked.keys);
+  kvedge_raise_bound(&layer->first->value_bound, layer->last->checked.values);
+  now->num_first = held + more;
+}
+
+/* Last tokens, and the runs that they fill. */
+static void append_last(kvedge_layer *layer, kvedge_ranges *now, const kvedge_array *keys, const kvedge_array *values,
+                        int64_t num_tokens) {
+  const int64_t stop = now->stop, end = stop + num_tokens, room = room_of(layer);
+  const int64_t run = is_in_runs(&layer->config) ? KVEDGE_RUN : 1, cut = stop & -run;
+  const int64_t kept = (layer->config.recent ? stop : end) - kvedge_kept_rows(&layer->config);
+  if (now->last_from > cut) { /* the layer went back further than its last tokens reach */
+    const int64_t rest = smaller(now->last_from, stop);
+    move_last(layer, now, cut, rest, stop);
+    reload(layer, cut, rest, cut);
+    now->last_from = cut;
+  }
+  const int64_t since = larger(now->last_from, larger(kept, end - room)); /* what is needed once all have come */
+  kvedge_raise_bound(&layer->last->key_bound, layer->last->checked.keys);
+  kvedge_raise_bound(&layer->last->value_bound, layer->last->checked.values);
+  for (int64_t at = run == 1 ? larger(stop, since) : stop, n; at < end; at += n) {
+    const int64_t low = smaller(since, at & -run); /* and what is needed now */
+    if (run > 1 ? at == now->last_row + room : end > now->last_row + room) move_last(layer, now, low, low, at);
+    n = smaller(end, now->last_row + room) - at;
+    if (run > 1) n = smaller(n, (at & -run) + run - at);
+    store_tokens(layer->last, keys, values, at - stop, at - now->last_row, n);
+    if (run > 1 && (at + n) % run == 0) encode_run(layer, at + n - run, now->last_row);
+  }
+  now->last_from = since;
+}
+
 void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens,
                           const kvedge_bounds *bound) {
-  const int64_t ring = ring_of(layer), kept = kvedge_kept_rows(&layer->config);
-  const int64_t stop = atomic_load_explicit(&layer->stop, memory_order_relaxed), end = stop + num_tokens;
-  const int in_runs = is_in_runs(&layer->config);
-  const int64_t cut = in_runs ? stop & -KVEDGE_RUN : stop;
-  int64_t last_from = atomic_load_explicit(&layer->last_from, memory_order_relaxed);
-  const int is_behind = last_from > cut; /* the layer went back further than its last tokens reach */
-  const int drains = ring && (is_behind || end > layer->drained_from + ring);
-  if (drains) drain(layer);
-  if (ring && is_behind) {
-    reload(layer, cut, smaller(last_from, stop));
-    last_from = cut;
-  }
-  const kvedge_bounds *of_last = &layer->last->checked;
-  if (ring) {
-    kvedge_raise_bound(&layer->last->key_bound, of_last->keys);
-    kvedge_raise_bound(&layer->last->value_bound, of_last->values);
-  }
-
-  /* First tokens. */
-  const int64_t first_row = atomic_load_explicit(&layer->first_row, memory_order_relaxed);
-  int64_t num_first =
-      smaller(atomic_load_explicit(&layer->num_first, memory_order_relaxed), larger(0, stop - first_row));
-  const int64_t more = smaller(num_tokens, layer->first_stop - stop);
-  if (more > 0 && first_row + num_first == stop) {
-    kvedge_rows_store(&layer->first->keys, keys, more, num_first);
-    kvedge_rows_store(&layer->first->values, values, more, num_first);
-    kvedge_raise_bound(&layer->first->key_bound, of_last->keys);
-    kvedge_raise_bound(&layer->first->value_bound, of_last->values);
-    num_first += more;
-  }
-
-  /* Last tokens, and the body. */
-  if (in_runs) {
-    for (int64_t at = stop, next; at < end; at = next) {
-      next = smaller(end, (at & -KVEDGE_RUN) + KVEDGE_RUN);
-      store_in_ring(layer->last, keys, values, at - stop, at, next - at);
-      if (next % KVEDGE_RUN == 0) encode_run(layer, next - KVEDGE_RUN);
-    }
+  int64_t last_written;
+  kvedge_ranges now = kvedge_ranges_written(layer, &last_written);
+  const int64_t stop = now.stop, end = stop + num_tokens;
+  append_first(layer, &now, keys, values, num_tokens);
+  if (room_of(layer)) append_last(layer, &now, keys, values, num_tokens);
+  else now.last_from = end;
+  if (is_in_runs(&layer->config)) {
+    kvedge_raise_written(layer, larger(stop & -KVEDGE_RUN, end & -KVEDGE_RUN));
   } else {
-    const int64_t from = larger(stop, end - ring);
-    if (ring) store_in_ring(layer->last, keys, values, from - stop, from, end - from);
-    kvedge_rows_store(&layer->keys, keys, num_tokens, stop);
-    kvedge_rows_store(&layer->values, values, num_tokens, stop);
+    store_tokens(layer, keys, values, 0, stop, num_tokens);
     kvedge_raise_bound(&layer->key_bound, bound->keys);
     kvedge_raise_bound(&layer->value_bound, bound->values);
+    kvedge_raise_written(layer, end);
   }
-
-  last_from = larger(larger(last_from, end - ring), (layer->config.recent ? stop : end) - kept);
-  kvedge_raise_written(layer, in_runs ? larger(cut, end & -KVEDGE_RUN) : end);
-  publish(layer, end, ring ? last_from : end, num_first, end);
-  if (drains) {
-    layer->drained_from = last_from;
-    atomic_store(&layer->is_draining, 0);
-  }
+  now.stop = end;
+  publish(layer, &now, end);
+  atomic_store_explicit(&layer->is_draining, 0, memory_order_release);
 }
 
 /* ---- The writer: going back and forth, taking over -------------------------------------------------------------------- */
 
 void kvedge_ranges_set_stop(kvedge_layer *layer, int64_t stop) {
-  const int64_t now = atomic_load_explicit(&layer->stop, memory_order_relaxed);
-  int64_t last_from = atomic_load_explicit(&layer->last_from, memory_order_relaxed);
+  int64_t last_written;
+  kvedge_ranges now = kvedge_ranges_written(layer, &last_written);
   /* Of more tokens a copy of the layer would not have the last ones. */
-  if (stop < now) last_from = larger(last_from, now - kvedge_kept_rows(&layer->config));
-  const int64_t last_written = atomic_load_explicit(&layer->last_written, memory_order_relaxed);
-  if (stop > last_written || !ring_of(layer)) last_from = stop;
-  layer->drained_from = 0; /* the layer is its writer's alone, and rows are written again */
-  publish(layer, stop, last_from, atomic_load_explicit(&layer->num_first, memory_order_relaxed), last_written);
-}
-
-void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges) {
-  if (kvedge_has_ranges(layer)) {
-    *ranges = ranges_now(layer);
-    return;
-  }
-  *ranges = (kvedge_ranges){0};
-  ranges->stop = kvedge_layer_range(layer, &ranges->start) + ranges->start;
-  ranges->last_from = ranges->stop;
+  if (stop < now.stop) now.last_from = larger(now.last_from, now.stop - kvedge_kept_rows(&layer->config));
+  if (stop > last_written || !room_of(layer)) now.last_from = stop;
+  now.stop = stop;
+  publish(layer, &now, last_written);
 }
 
 static void raise_bounds(kvedge_layer *plain, int64_t row, int64_t num_tokens) {
@@ -395,9 +371,11 @@ static void raise_bounds(kvedge_layer *plain, int64_t row, int64_t num_tokens) {
 
 kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *r) {
   if (!layer || !r || !kvedge_has_ranges(layer)) return KVEDGE_ERROR_ARGUMENT;
-  const int64_t ring = ring_of(layer), whole = r->stop & -KVEDGE_RUN;
+  const int64_t room = room_of(layer), whole = r->stop & -KVEDGE_RUN;
   if (r->start < 0 || r->stop < r->start || r->stop > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
-  if (r->last_from < 0 || r->last_from > r->stop || r->stop - r->last_from > ring) return KVEDGE_ERROR_ARGUMENT;
+  if (r->last_from < 0 || r->last_from > r->stop) return KVEDGE_ERROR_ARGUMENT;
+  if (r->last_from < r->stop && (r->last_row > r->last_from || r->stop - r->last_row > room))
+    return KVEDGE_ERROR_ARGUMENT;
   if (r->num_first < 0 || r->num_first > layer->config.sinks || r->first_row < 0) return KVEDGE_ERROR_ARGUMENT;
   const int in_runs = is_in_runs(&layer->config);
   const int64_t encoded = !in_runs || r->last_from > whole ? r->stop : whole;
@@ -405,105 +383,64 @@ kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *
   layer->written = (encoded + KVEDGE_RUN - 1) & -KVEDGE_RUN;
   if (!in_runs) layer->written = encoded;
   layer->first_stop = r->first_stop;
-  layer->drained_from = 0;
-  atomic_store_explicit(&layer->start, r->start, memory_order_relaxed);
-  atomic_store_explicit(&layer->first_row, r->first_row, memory_order_relaxed);
-  publish(layer, r->stop, r->last_from, r->num_first, r->stop);
+  kvedge_ranges now = *r;
+  if (r->last_from == r->stop) now.last_row = r->stop;
+  publish(layer, &now, r->stop);
   const int64_t first = in_runs ? r->start & -KVEDGE_RUN : r->start;
   if (first < encoded) raise_bounds(layer, first, encoded - first);
   raise_bounds(layer->first, 0, r->num_first);
-  for (int64_t at = r->last_from, n; at < r->stop; at += n) {
-    n = smaller(r->stop - at, ring - at % ring);
-    raise_bounds(layer->last, at % ring, n);
-  }
+  if (r->last_from < r->stop) raise_bounds(layer->last, r->last_from - r->last_row, r->stop - r->last_from);
   return KVEDGE_OK;
-}
-
-static void copy_bounds(kvedge_layer *to, const kvedge_layer *from) {
-  kvedge_raise_bound(&to->key_bound, atomic_load_explicit(&from->key_bound, memory_order_relaxed));
-  kvedge_raise_bound(&to->value_bound, atomic_load_explicit(&from->value_bound, memory_order_relaxed));
 }
 
 void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kvedge_ranges *r, int64_t written,
                         int64_t row) {
-  const int64_t to = ring_of(layer), of = ring_of(from), since = larger(larger(r->last_from, row), written - to);
+  const int64_t room = room_of(layer), since = larger(larger(r->last_from, row), written - room);
   kvedge_copy_tokens(from->first, 0, layer->first, 0, r->num_first);
-  for (int64_t at = since, n; to && at < written; at += n) {
-    n = smaller(written - at, smaller(of - at % of, to - (at - row) % to));
-    kvedge_copy_tokens(from->last, at % of, layer->last, (at - row) % to, n);
-  }
-  copy_bounds(layer->first, from->first), copy_bounds(layer->last, from->last), copy_bounds(layer, from);
+  if (room && since < written) kvedge_copy_tokens(from->last, since - r->last_row, layer->last, 0, written - since);
+  kvedge_copy_bounds(from->first, layer->first);
+  kvedge_copy_bounds(from->last, layer->last);
+  kvedge_copy_bounds(from, layer);
   layer->written = written - row;
   if (is_in_runs(&layer->config)) {
     const int64_t whole = written & -KVEDGE_RUN, cut = stop_of_runs(r->stop, r->last_from);
     layer->written = larger(whole, (cut + KVEDGE_RUN - 1) & -KVEDGE_RUN) - row;
   }
   layer->first_stop = from->first_stop - row;
-  layer->drained_from = 0;
-  atomic_store_explicit(&layer->start, r->start - row, memory_order_relaxed);
-  atomic_store_explicit(&layer->first_row, r->first_row - row, memory_order_relaxed);
-  publish(layer, r->stop - row, (to ? since : r->stop) - row, r->num_first, written - row);
-}
-
-kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, int64_t row) {
-  if (!layer || !from || layer == from || kvedge_layer_len(layer) > 0 || row < 0) return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_has_ranges(layer) != kvedge_has_ranges(from)) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_ranges r;
-  kvedge_layer_get_ranges(from, &r);
-  if (row > r.start || r.stop - row > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_has_ranges(from)) {
-    if (row % KVEDGE_RUN && is_in_runs(&from->config)) return KVEDGE_ERROR_ARGUMENT;
-    int64_t last_written;
-    kvedge_hold(from); /* it may be appended to meanwhile */
-    r = all_written(from, &last_written);
-    kvedge_ranges_copy(layer, from, &r, last_written, row);
-    kvedge_release(from);
-    return KVEDGE_OK;
-  }
-  copy_bounds(layer, from);
-  layer->written = from->written - row;
-  atomic_store_explicit(&layer->start, r.start - row, memory_order_relaxed);
-  atomic_store_explicit(&layer->stop, r.stop - row, memory_order_release);
-  return KVEDGE_OK;
+  const kvedge_ranges now = {.start = r->start - row,
+                             .stop = r->stop - row,
+                             .last_from = (room ? since : r->stop) - row,
+                             .last_row = since - row,
+                             .first_row = r->first_row - row,
+                             .num_first = r->num_first};
+  publish(layer, &now, written - row);
 }
 
 /* ---- The writer: moving tokens within the layer ------------------------------------------------------------------------ */
 
 void kvedge_ranges_compact(kvedge_layer *layer) {
   int64_t last_written;
-  kvedge_ranges r = all_written(layer, &last_written);
-  const int64_t ring = larger(ring_of(layer), KVEDGE_RUN),
-                by = r.start / ring * ring; /* rows stay where they are in the ring */
+  kvedge_ranges r = kvedge_ranges_written(layer, &last_written);
+  const int64_t by = is_in_runs(&layer->config) ? r.start & -KVEDGE_RUN : r.start;
   if (by == 0) return;
   kvedge_quiesce();
   kvedge_copy_tokens(layer, by, layer, 0, layer->written - by);
-  layer->written -= by, layer->first_stop -= by, layer->drained_from = 0;
-  atomic_store_explicit(&layer->start, r.start - by, memory_order_relaxed);
-  atomic_store_explicit(&layer->first_row, r.first_row - by, memory_order_relaxed);
-  publish(layer, r.stop - by, larger(0, r.last_from - by), r.num_first, last_written - by);
+  layer->written -= by, layer->first_stop -= by;
+  r.start -= by, r.stop -= by, r.first_row -= by;
+  r.last_from -= by, r.last_row -= by;
+  publish(layer, &r, last_written - by);
 }
 
-kvedge_status kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens) {
-  const int64_t ring = ring_of(layer);
-  const kvedge_ranges r = ranges_now(layer);
-  kvedge_layer_config config = layer->last->config;
-  kvedge_layer *copy = NULL; /* of the ring: rows move past each other */
-  if (ring && kvedge_layer_create(&config, &copy) != KVEDGE_OK) return KVEDGE_ERROR_MEMORY;
-  if (ring) kvedge_copy_tokens(layer->last, 0, copy, 0, ring);
-  int64_t last_from = r.start + num_tokens, num_first = 0;
-  for (int64_t i = 0; i < num_tokens; i++) {
-    const int64_t from = r.start + tokens[i], to = r.start + i;
-    if (from >= r.first_row && from < r.first_row + r.num_first && num_first == i) {
-      kvedge_copy_tokens(layer->first, from - r.first_row, layer->first, i, 1);
-      num_first++;
-    }
-    if (from < r.last_from) continue;
-    last_from = smaller(last_from, to);
-    kvedge_copy_tokens(copy, from % ring, layer->last, to % ring, 1);
+void kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens) {
+  kvedge_ranges r = kvedge_ranges_now(layer);
+  int64_t num_first = 0, num_last = 0;
+  for (int64_t i = 0; i < num_tokens; i++) { /* tokens only move to rows below their own */
+    const int64_t from = r.start + tokens[i];
+    if (from >= r.first_row && from < r.first_row + r.num_first && num_first == i)
+      kvedge_copy_tokens(layer->first, from - r.first_row, layer->first, num_first++, 1);
+    if (from >= r.last_from) kvedge_copy_tokens(layer->last, from - r.last_row, layer->last, num_last++, 1);
   }
-  kvedge_layer_destroy(copy);
-  layer->drained_from = 0;
-  atomic_store_explicit(&layer->first_row, r.start, memory_order_relaxed);
-  publish(layer, r.start + num_tokens, last_from, num_first, r.start + num_tokens);
-  return KVEDGE_OK;
+  r.stop = r.start + num_tokens, r.first_row = r.start, r.num_first = num_first;
+  r.last_from = r.last_row = r.stop - num_last;
+  publish(layer, &r, r.stop);
 }

@@ -4,8 +4,8 @@
  * recent_format, in two plain layers whose headers follow the layer's own. All rows below count from the start of the
  * body's arrays.
  *
- * Last tokens lie in a ring of R rows, row r in row r mod R: no token is moved. A token is written over the one R before
- * it, so an append waits, once in R - kept tokens, until no call reads. */
+ * Last tokens lie in the order of their rows. When there is no room for more, which is once in 64 tokens or fewer, those that
+ * are still needed are moved to the front: the append waits until no call reads. */
 #ifndef KVEDGE_RANGES_H
 #define KVEDGE_RANGES_H
 
@@ -16,8 +16,8 @@ static inline int kvedge_has_ranges(const kvedge_layer *layer) { return layer->l
 /* Last tokens that stay in recent_format: those that are read there, and 64 more, so that as many can be taken back. */
 int64_t kvedge_kept_rows(const kvedge_layer_config *config);
 
-/* Rows of the ring; 0: there are no last tokens. */
-int64_t kvedge_ring_rows(const kvedge_layer_config *config);
+/* Last tokens that there is room for; 0: there are none. */
+int64_t kvedge_last_rows(const kvedge_layer_config *config);
 
 /* The configs of the two plain layers. */
 kvedge_layer_config kvedge_first_config(const kvedge_layer_config *config);
@@ -28,6 +28,11 @@ kvedge_layer_config kvedge_last_config(const kvedge_layer_config *config);
 int kvedge_try_hold(const kvedge_layer *layer);
 void kvedge_hold(const kvedge_layer *layer);
 void kvedge_release(const kvedge_layer *layer);
+
+/* What kvedge_layer_get_ranges tells; and as the writer has it: of a layer that went back, last_from and first tokens may lie
+ * above stop. Last tokens are there up to row *last_written. */
+kvedge_ranges kvedge_ranges_now(const kvedge_layer *layer);
+kvedge_ranges kvedge_ranges_written(const kvedge_layer *layer, int64_t *last_written);
 
 /* Where num_tokens tokens from a row on are read by query rows, the first of which stands at row `query_row`, or by
  * a getter (the last one): parts, in order, whose positions count from that row. Returns their number, 0 to 3. */
@@ -53,8 +58,8 @@ void kvedge_ranges_load(const kvedge_layer *layer, int values, int64_t start, in
 void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kvedge_ranges *ranges, int64_t written,
                         int64_t row);
 
-/* kvedge_layer_compact and _keep, whose arguments are checked; keep moves first and last tokens, and tells how many there are. */
+/* kvedge_layer_compact and _keep, whose arguments are checked. keep moves first and last tokens, and tells how many there are. */
 void kvedge_ranges_compact(kvedge_layer *layer);
-kvedge_status kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens);
+void kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens);
 
 #endif

@@ -187,8 +187,8 @@ cdef class _Handle:
     cdef void *header
     cdef object slabs, config, key_map
     cdef object body          # the slabs, or those of its runs
-    cdef object apart         # slabs of first tokens, then of last ones, row r in row r mod ring; or None
-    cdef int64_t first_room, ring
+    cdef object apart         # slabs of first tokens, then of last ones; or None
+    cdef int64_t first_room, last_room
     cdef int64_t dropped      # tokens dropped before row 0 of the body
     cdef uintptr_t low, high  # all of the body lies between these addresses
     cdef uintptr_t apart_low, apart_high
@@ -259,8 +259,8 @@ cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0):
         c_config.recent, c_config.sinks, c_config.recent_format = config.recent, config.sinks, 1 + of_parts
         c_config.recent_room = max(num_tokens, 1) if config.recent else 0
         handle.first_room = -(-config.sinks // _RUN) * _RUN
-        handle.ring = kvedge_layer_last_rows(&c_config)
-        handle.apart = memory.reserve_slabs(config.apart(handle.first_room + handle.ring))
+        handle.last_room = kvedge_layer_last_rows(&c_config)
+        handle.apart = memory.reserve_slabs(config.apart(handle.first_room + handle.last_room))
         keys, values = handle.apart.key_codes, handle.apart.value_codes
         c_slabs.first_keys, c_slabs.first_values = cnp.PyArray_DATA(keys), cnp.PyArray_DATA(values)
         last_keys, last_values = keys[handle.first_room :], values[handle.first_room :]
@@ -294,26 +294,6 @@ cdef _Handle _adopted(_Handle old, _Handle handle, int64_t row):
 cdef _Handle _again(_Handle old, int64_t num_tokens):
     """Another header over the same slabs, with first and last tokens of its own."""
     return _adopted(old, _attach(old.config, old.slabs, old.key_map, old.body, num_tokens), 0)
-
-
-cdef _put_ring(_Handle handle, rows, int64_t row):
-    """Copy tokens to where last tokens of rows from one on lie."""
-    cdef int64_t num_tokens = len(rows.key_codes), done = 0, at, count
-    while done < num_tokens:
-        at = (row + done) % handle.ring
-        count = min(num_tokens - done, handle.ring - at)
-        to = slice(handle.first_room + at, handle.first_room + at + count)
-        for slab, new in zip(handle.apart[:2], rows[:2]):
-            slab[to] = new[done : done + count]
-        done += count
-
-
-cdef _ring_rows(_Handle handle, array, int64_t row, int64_t num_tokens):
-    """Last tokens of rows from one on, of an array of `apart`."""
-    cdef int64_t at = row % handle.ring if handle.ring else 0, first = handle.first_room
-    if at + num_tokens <= handle.ring:
-        return array[first + at : first + at + num_tokens]
-    return np.concatenate([array[first + at :], array[first : first + at + num_tokens - handle.ring]])
 
 
 @cython.auto_pickle(False)
@@ -410,14 +390,15 @@ cdef class LayerStore:
         cdef int64_t start
         if handle.apart is None:
             return self.held()
-        handle = _again(handle, handle.ring - self._kept)
+        handle = _again(handle, handle.last_room - self._kept)
         kvedge_layer_range(handle.layer, &start)
         if end is not None:
             kvedge_layer_set_len(handle.layer, max(0, <int64_t>end - handle.dropped - start))
         kvedge_layer_get_ranges(handle.layer, &r)
         keys, values, key_scales, value_scales = handle.apart
         first = memory.Slabs(keys[: r.num_first], values[: r.num_first], key_scales[: r.num_first], value_scales[: r.num_first])
-        last = memory.Slabs(*[_ring_rows(handle, array, r.last_from, r.stop - r.last_from) for array in handle.apart])
+        rows = slice(handle.first_room + r.last_from - r.last_row, handle.first_room + r.stop - r.last_row)
+        last = memory.Slabs(*[array[rows] for array in handle.apart])
         parts = Parts(
             first, handle.dropped + r.first_row, last, handle.dropped + r.last_from,
             handle.body if self._in_runs else None, handle.dropped)
@@ -459,7 +440,7 @@ cdef class LayerStore:
             row = start // _RUN * _RUN
             if config.capacity == old.config.capacity:
                 body, row = old.body, 0
-        handle = _attach(config, slabs, key_map, body, 0 if old.apart is None else old.ring - self._kept)
+        handle = _attach(config, slabs, key_map, body, 0 if old.apart is None else old.last_room - self._kept)
         if self._in_runs and body is None:
             memory.copy_runs(old.body, config, row, row + max(0, kvedge_layer_written(old.layer) + start - row), handle.body)
         self._take(_adopted(old, handle, row))
@@ -467,7 +448,7 @@ cdef class LayerStore:
     def binding(self):
         cdef _Handle handle = self._opened()
         if handle.apart is not None:
-            handle = _again(handle, handle.ring - self._kept)
+            handle = _again(handle, handle.last_room - self._kept)
         return handle, kvedge_layer_len(handle.layer)
 
     def rebind(self, binding):
@@ -490,7 +471,7 @@ cdef class LayerStore:
 
     def holding(self, num_tokens, num_dropped, parts=None, start=0, key_map=None):
         cdef _Handle old = self._opened(), handle = None
-        cdef int64_t first_row = start, row
+        cdef int64_t first_row = start
         key_map = old.key_map if key_map is None else key_map
         if old.apart is None and key_map is not old.key_map:
             handle = _attach(old.config, old.slabs, key_map)
@@ -508,8 +489,9 @@ cdef class LayerStore:
             count = len(parts.first.key_codes)
             for slab, rows in zip(handle.apart[:2], parts.first[:2]):
                 slab[:count] = rows
-            row = <int64_t>parts.last_at - handle.dropped
-            _put_ring(handle, parts.last, row)
+            count = len(parts.last.key_codes)
+            for slab, rows in zip(handle.apart[:2], parts.last[:2]):
+                slab[handle.first_room : handle.first_room + count] = rows
         return partial(self._hold, handle, num_tokens, num_dropped, parts, first_row)
 
     def _hold(self, _Handle handle, int64_t num_tokens, int64_t num_dropped, parts, int64_t first_row):
@@ -527,7 +509,7 @@ cdef class LayerStore:
             return
         stop = first_row + num_tokens
         r.start, r.stop = first_row, stop
-        r.last_from = min(stop, <int64_t>parts.last_at - handle.dropped)
+        r.last_from = r.last_row = min(stop, <int64_t>parts.last_at - handle.dropped)
         r.first_row = max(0, <int64_t>parts.first_at - handle.dropped)
         r.num_first = len(parts.first.key_codes)
         r.first_stop = <int64_t>handle.config.sinks - handle.dropped
@@ -744,11 +726,11 @@ cdef class LayerStore:
     cdef inline bint _has_room(self, _Handle handle, int64_t num_tokens):
         """Whether the last tokens have the room for so many at once, and no more than they need."""
         cdef int64_t room = 2 * _RUN
-        if handle.ring == 0 or not self._has_recent:
+        if handle.last_room == 0 or not self._has_recent:
             return True
         if num_tokens > room:
             room = num_tokens
-        return handle.ring == (self._kept + room + _RUN - 1) // _RUN * _RUN
+        return handle.last_room == (self._kept + room + _RUN - 1) // _RUN * _RUN
 
     cdef kvedge_status _append_rows(
         self, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens
