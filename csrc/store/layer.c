@@ -23,10 +23,7 @@ static int complete_ranges(kvedge_layer_config *config) {
   if (config->recent_format == 0) config->recent_format = KVEDGE_RECENT(KVEDGE_FLOAT16);
   const int format = config->recent_format - 1;
   if (format != KVEDGE_FLOAT32 && format != KVEDGE_FLOAT16 && format != KVEDGE_BFLOAT16) return 0;
-  if (config->format == KVEDGE_NO_ROWS) return 0;
-  if (kvedge_is_of_runs(kvedge_side_format(config, 0)) || kvedge_is_of_runs(kvedge_side_format(config, 1)))
-    config->capacity = (config->capacity + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN;
-  return 1;
+  return config->format != KVEDGE_NO_ROWS;
 }
 
 /* Fills in what the config leaves open; 0 if it is not valid. */
@@ -45,7 +42,7 @@ static int complete_config(const kvedge_layer_config *given, kvedge_layer_config
   if (!complete_ranges(config)) return 0;
   for (int values = 0; values < 2; values++) {
     const kvedge_format_info *format = kvedge_side_format(config, values);
-    if (config->capacity % format->row_tokens) return 0;
+    if (config->recent_format == 0 && config->capacity % format->row_tokens) return 0;
     const int dim = values ? config->value_head_dim : config->head_dim;
     if (format->group_bytes && dim % format->group_channels) return 0;
   }
@@ -92,11 +89,11 @@ static size_t header_bytes(const kvedge_layer_config *config) {
 
 /* Bytes of a side's array of codes and of its scales; 0 if they do not fit into a size_t. */
 static int side_bytes(const kvedge_layer_config *config, const kvedge_side *side, size_t *codes, size_t *scales) {
+  const int64_t of_head = kvedge_num_rows(side->format, config->capacity);
   size_t rows;
-  if (__builtin_mul_overflow((size_t)config->capacity, (size_t)config->num_kv_heads, &rows) ||
-      (size_t)config->capacity != (uint64_t)config->capacity)
+  if (__builtin_mul_overflow((size_t)of_head, (size_t)config->num_kv_heads, &rows) ||
+      (size_t)of_head != (uint64_t)of_head)
     return 0;
-  rows /= (size_t)side->format->row_tokens;
   if (__builtin_mul_overflow(rows, side->row_bytes, codes)) return 0;
   if (__builtin_mul_overflow(rows, side->scale_row_bytes, scales)) return 0;
   if (*codes > SIZE_MAX / 8 || *scales > SIZE_MAX / 8) return 0;

@@ -14,6 +14,8 @@ enum {
   ROOM = 64,  /* tokens appended between two moves of the last ones, at least */
 };
 
+#define LARGEST_IN_RUNS 65504.0f /* their steps are float16 */
+
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -201,7 +203,10 @@ static kvedge_status check_side(const kvedge_layer *layer, int values, const kve
   if (isinf(*bound_of_last)) return KVEDGE_ERROR_SCALE;
   const int in_runs = is_in_runs(&layer->config);
   if (!in_runs && is_mapped(side)) return kvedge_rows_check(side, rows, num_tokens, bound);
-  if (in_runs) most = rounded(last, most);
+  if (in_runs) {
+    most = rounded(last, most);
+    if (most > LARGEST_IN_RUNS) return KVEDGE_ERROR_SCALE; /* of rows beside runs, too */
+  }
   if (side->rotated && !side->offset && !side->scale) most *= 1.001f * sqrtf((float)side->rotated); /* at most */
   else if (is_mapped(side)) return check_rounded(side, last, rows, num_tokens);
   *bound = isfinite(most) ? side->format->bound_of(&side->shape, most) : INFINITY;

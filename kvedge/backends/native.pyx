@@ -235,7 +235,7 @@ cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0):
     cdef bint values_scaled = form.value_format.has_scales
     c_config.format = <kvedge_format>format_code
     c_config.scale_type = <kvedge_scale_type>scale_code
-    c_config.capacity = memory.tokens_of_runs(body, config) if in_runs else config.capacity
+    c_config.capacity = config.capacity
     c_config.num_kv_heads = config.num_kv_heads
     c_config.head_dim = config.head_dim
     c_config.group_size = config.group_size
@@ -438,7 +438,7 @@ cdef class LayerStore:
         row = start
         if self._in_runs:
             row = start // _RUN * _RUN
-            if config.capacity == old.config.capacity:
+            if slabs is old.slabs:
                 body, row = old.body, 0
         handle = _attach(config, slabs, key_map, body, 0 if old.apart is None else old.last_room - self._kept)
         if self._in_runs and body is None:
@@ -478,11 +478,16 @@ cdef class LayerStore:
         if old.apart is not None:
             if parts is None:
                 parts = empty_parts(old.config, num_dropped)
-            body = None if self._in_runs and parts.runs is not old.body else old.body
             parts = parts.since(num_dropped + num_tokens - self._kept)
-            handle = _attach(old.config, old.slabs, key_map, body)
+            config, slabs, body = old.config, old.slabs, old.body
             if self._in_runs:
                 first_row = <int64_t>num_dropped - <int64_t>parts.runs_at
+                body = body if parts.runs is body else None
+                if first_row + <int64_t>num_tokens > config.capacity:  # it begins within a run
+                    config = replace(config, capacity=first_row + num_tokens)
+                    slabs, body = memory.reserve_slabs(config), None
+            handle = _attach(config, slabs, key_map, body)
+            if self._in_runs:
                 if body is None:
                     memory.copy_runs(parts.runs, old.config, 0, memory.tokens_of_runs(parts.runs, old.config), handle.body)
             handle.dropped = <int64_t>num_dropped - first_row
@@ -722,6 +727,33 @@ cdef class LayerStore:
             if decides:
                 layer_keys.return_to(self, before)
             raise
+
+    @staticmethod
+    def append_step(stores, keys, values):
+        cdef list made = list(stores)
+        cdef _Array key_rows, value_rows
+        cdef LayerStore layer
+        cdef Py_ssize_t begun = 0, i
+        if not (
+            _read(keys, &key_rows) and _fits_batch(&key_rows, made, False, _KEYS) and key_rows.ndim == 3
+            and _read(values, &value_rows) and _fits_batch(&value_rows, made, False, _VALUES) and value_rows.ndim == 3
+        ):
+            return False
+        for each in made:
+            layer = <LayerStore>each
+            if layer.turns is not None or layer.key_map_is_open():
+                return False
+        _as_batch(&key_rows, False, True, False)
+        _as_batch(&value_rows, False, True, False)
+        try:
+            for each in made:
+                if not (<LayerStore>each)._begin_writing():
+                    return False
+                begun += 1
+            return _append_to_all(made, &key_rows, &value_rows) == KVEDGE_OK
+        finally:
+            for i in range(begun):
+                (<LayerStore>made[i])._end_writing()
 
     cdef inline bint _has_room(self, _Handle handle, int64_t num_tokens):
         """Whether the last tokens have the room for so many at once, and no more than they need."""
@@ -1069,7 +1101,8 @@ def bind():
     global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
     global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
     global Parts, _batch, arrays, checks, empty_parts, kept_rows, layer_keys, memory, ranges_of, refuse, room, query_turns
-    global to_float32, partial, turned, turned_back_next, _attend_and_note
+    global to_float32, partial, replace, turned, turned_back_next, _attend_and_note
+    from dataclasses import replace
     from functools import partial
     from inspect import signature
 

@@ -6,11 +6,10 @@ import numpy as np
 
 from kvedge.cache.state import CacheState
 from kvedge.core import checks, memory
-from kvedge.core.key_map import LEAST_TOKENS
 from kvedge.core.types import Array, Layout
 from kvedge.errors import CapacityExceededError, OutOfMemoryError
 from kvedge.layer.keys import mark, return_to
-from kvedge.layer.room import set_end, slide
+from kvedge.layer.room import slide
 from kvedge.layer.store import LayerStore
 
 __all__ = ["check_position", "failed", "push_step"]
@@ -46,28 +45,22 @@ def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
             raise state.no_room(0, CapacityExceededError(f"no room for 1 token after {start}"))
         state.make_room(1)
 
-    # What a layer may still refuse, when others already hold the token: a number that is not
-    # finite, or an offset key or a scale out of range. The bytes above the length may be what a
-    # snapshot stands for, and a layer's last run is encoded anew with the token that fills it: so
-    # they are put back as well.
+    # What one call does not: a layer may still refuse its token when others already hold theirs (a
+    # number that is not finite, an offset key or a scale out of range). The bytes above the length
+    # may be what a snapshot stands for: so they are put back as well.
     overwrites = max(state.high_water) > start
-    marks = [
-        (store, mark(store, int(overwrites)))
-        for store in state.stores
-        if overwrites or store.parts is not None or (store.key_map_is_auto and start < LEAST_TOKENS)
-    ]
-    try:
-        for store, key, value in zip(state.stores, keys, values, strict=True):
-            store.append(key, value)
-    except BaseException:
-        for store in state.stores:
-            set_end(store, start)
-        for store, before in marks:
-            return_to(store, before)
-        # The layer named the element within its own token; these name it in the arrays given.
-        checks.check_finite(keys, "keys")
-        checks.check_finite(values, "values")
-        raise
+    if not state.stores or not state.stores[0].append_step(state.stores, keys, values):
+        marks = [(store, mark(store, 1)) for store in state.stores]
+        try:
+            for store, key, value in zip(state.stores, keys, values, strict=True):
+                store.append(key, value)
+        except BaseException:
+            for store, before in marks:
+                return_to(store, before)
+            # The layer named the element within its own token; these name it in the arrays given.
+            checks.check_finite(keys, "keys")
+            checks.check_finite(values, "values")
+            raise
     if overwrites:
         state.overwrites.add(start)
     state.high_water = [start + 1] * state.num_layers

@@ -222,8 +222,8 @@ def reserve_slabs(config: LayerConfig) -> Slabs:
 
 
 def reserve_runs(config: LayerConfig) -> Slabs:
-    """Reserve the slabs of a layer in runs, for its capacity from within a run on."""
-    return reserve_slabs(config.runs(-(-config.capacity // RUN) * RUN + RUN))
+    """Reserve the slabs of a layer in runs, for its capacity; as :func:`reserve_slabs`."""
+    return reserve_slabs(config.runs(-(-config.capacity // RUN) * RUN))
 
 
 def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:

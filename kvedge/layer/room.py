@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held
 from kvedge.layer.store import LayerStore
 
@@ -124,6 +125,8 @@ def shrink(store: LayerStore) -> None:
 def _move(store: LayerStore, tokens: int) -> None:
     """Take other slabs with room for `tokens`, those that are held included."""
     held = store.held()
+    if store.config.in_runs:  # the first one moves along
+        tokens += held.start % RUN
     rows = _rows_for(tokens, store.config, drops=held.start > 0)
     config = replace(store.config, capacity=rows)
     slabs = memory.reserve_slabs(config)

@@ -7,9 +7,9 @@ kvedge/backends/numpy/layer.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -137,6 +137,14 @@ class LayerStore(Protocol):
 
     def append(self, keys: Array, values: Array, layout: Layout = "nhd") -> None:
         """Append one token or several; a window does not slide."""
+
+    @staticmethod
+    def append_step(stores: Sequence[Any], keys: np.ndarray, values: np.ndarray) -> bool:
+        """Append a token (len(stores), num_kv_heads, channels) to all in one call.
+
+        False: nothing has changed, and it is for `append`, which says what is wrong or decides how
+        keys are stored.
+        """
 
     def dequantize(
         self, held: Held, values: bool, start: int, stop: int, out: np.ndarray

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -115,7 +116,7 @@ class LayerStore:
         held, parts, row = self._now, self._now.parts, self._now.start
         if config.in_runs:
             row = row // RUN * RUN
-            if config.capacity == self.config.capacity:
+            if slabs is held.slabs:
                 row = 0
             else:
                 runs = memory.reserve_runs(config)
@@ -151,7 +152,7 @@ class LayerStore:
         start: int = 0,
         key_map: KeyMap | None = None,
     ) -> Callable[[], None]:
-        config = self.config
+        config, slabs = self.config, self._now.slabs
         if config.recent_dtype:
             parts = empty_parts(config, num_dropped) if parts is None else parts
             assert parts is not None
@@ -159,7 +160,10 @@ class LayerStore:
             runs = parts.runs
             if runs is not None:
                 start = num_dropped - parts.runs_at
-                if runs is not self._now.parts.runs:
+                if start + num_tokens > config.capacity:  # it begins within a run
+                    config = replace(config, capacity=start + num_tokens)
+                    slabs = memory.reserve_slabs(config)
+                if runs is not self._now.parts.runs or config is not self.config:
                     runs = memory.reserve_runs(config)
                     tokens = memory.tokens_of_runs(parts.runs, config)
                     memory.copy_runs(parts.runs, config, 0, tokens, runs)
@@ -168,9 +172,8 @@ class LayerStore:
 
         def take() -> None:
             held_map = self._now.key_map if key_map is None else key_map
-            self._now = Held(
-                self._now.slabs, start, num_tokens, num_dropped, None, held_map, parts
-            )
+            self._now = Held(slabs, start, num_tokens, num_dropped, None, held_map, parts)
+            self.config = config
             self._last_row = start + num_tokens
 
         return take
@@ -217,6 +220,10 @@ class LayerStore:
 
     def append(self, keys: Array, values: Array, layout: Layout = "nhd") -> None:
         self._extend(keys, values, None, layout)
+
+    @staticmethod
+    def append_step(stores: Sequence[LayerStore], keys: np.ndarray, values: np.ndarray) -> bool:
+        return False
 
     def _extend(self, keys: Array, values: Array, many: bool | None, layout: Layout) -> None:
         config, length = self.config, len(self)
