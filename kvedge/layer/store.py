@@ -171,14 +171,14 @@ class SavedRows(NamedTuple):
     @classmethod
     def of(cls, store: LayerStore, start: int, stop: int) -> SavedRows | None:
         """Those of some tokens, which may lie above the length; None where none was written."""
-        start, stop = max(start, 0), min(stop, store.written())
+        held, form = store.held(), store.config
+        written = held.start + store.written()
+        if form.in_runs:  # a run that the layer was cut in is there as a whole
+            form, written = form.runs(RUN), -(-written // RUN) * RUN
+        start, stop = held.start + max(start, 0), min(held.start + stop, written)
         if start >= stop:
             return None
-        held, config = store.held(), store.config
-        slabs = Slabs(*store.arrays()[:4])  # of a layer in runs, its runs
-        rows = rows_of(
-            slabs, config.runs(RUN) if config.in_runs else config, held.start + start, held.start + stop
-        )
+        rows = rows_of(Slabs(*store.arrays()[:4]), form, start, stop)
         return cls(start, rows, Slabs(*(each.copy() for each in rows)))
 
     def put_back(self) -> None:

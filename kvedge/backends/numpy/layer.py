@@ -257,16 +257,19 @@ class LayerStore:
     @in_default_mode
     def store_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append rows that are checked, and that there is room for."""
-        held, n = self._now, len(keys)
-        parts = None if held.parts is None else self._longer(held.parts, keys, values)
+        held, n, parts = self._now, len(keys), self._now.parts
+        piece = n if self.config.recent else PIECE  # where none but the last few stay
+        for start in range(0, 0 if parts is None else n, piece):
+            some, end = slice(start, start + piece), held.num_dropped + held.num_tokens + start
+            parts = self._longer(parts, end, keys[some], values[some])
         if not self.config.in_runs:
             self.write_rows(held.start + held.num_tokens, keys, values)
         self._last_row = held.start + held.num_tokens + n
         self._now = held._replace(num_tokens=held.num_tokens + n, parts=parts)
 
-    def _longer(self, parts: Parts, keys: np.ndarray, values: np.ndarray) -> Parts:
-        """First and last tokens behind which some are appended; runs that they fill are encoded."""
-        config, end, n = self.config, self.end(), len(keys)
+    def _longer(self, parts: Parts, end: int, keys: np.ndarray, values: np.ndarray) -> Parts:
+        """Those of a layer to whose end some tokens are appended; runs that these fill are encoded."""
+        config, n = self.config, len(keys)
         new = encoded(config.part_config, NO_MAP, keys, values)
         first = parts.until(end).first
         sinks = min(n, config.sinks - end)
