@@ -191,7 +191,9 @@ def _write_runs(to: LayerStore, start: int, length: int, store: LayerStore, n: i
     keys, values = read_sides(store, store.held(), 0, n)
     if start + n < length:
         held = to.snapshot()
-        parts = put(held.parts, to.config, held.key_map, start, turned_back(to, keys, start), values)
+        parts = put(
+            held.parts, to.config, held.key_map, start, turned_back(to, keys, start), values
+        )
         to.holding(held.num_tokens, held.num_dropped, parts, held.start)()
     else:
         set_end(to, start)

@@ -20,8 +20,8 @@ from kvedge.core.storage import shows_storage, storage_of
 from kvedge.core.types import Array, Dtype, Floats, LayerArguments, Layout
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer import copies, editing, evicting, facts, reading, room, shifts
-from kvedge.layer.room import first_rows
 from kvedge.layer.parts import PartContents, config_of_today, parts_of_today
+from kvedge.layer.room import first_rows
 from kvedge.layer.store import LayerStore
 from kvedge.rope import Rope, Turns
 

@@ -165,12 +165,7 @@ def empty_parts(config: LayerConfig, position: int) -> Parts | None:
         return None
     own, cut = config.part_config, position // RUN * RUN if config.in_runs else position
     none, before = (
-        Slabs(
-            *(
-                np.zeros((n, *shape[1:]), dtype)
-                for shape, dtype in memory.slab_layout(own)
-            )
-        )
+        Slabs(*(np.zeros((n, *shape[1:]), dtype) for shape, dtype in memory.slab_layout(own)))
         for n in (0, position - cut)  # of a run that begins before, which are never read
     )
     runs = None
@@ -256,9 +251,7 @@ def config_of_today(config: LayerConfig) -> LayerConfig:
     return replace(config, recent_dtype="float32")
 
 
-def parts_of_today(
-    config: LayerConfig, parts: Sequence[PartContents]
-) -> tuple[PartContents, ...]:
+def parts_of_today(config: LayerConfig, parts: Sequence[PartContents]) -> tuple[PartContents, ...]:
     """What a layer of such a config holds apart, as one of :func:`config_of_today` does."""
     if config_of_today(config) is config:
         return tuple(parts)
@@ -305,9 +298,7 @@ def ranges_of(
 # ---- edits ---------------------------------------------------------------------------------------
 
 
-def encoded(
-    config: LayerConfig, key_map: KeyMap, keys: np.ndarray, values: np.ndarray
-) -> Slabs:
+def encoded(config: LayerConfig, key_map: KeyMap, keys: np.ndarray, values: np.ndarray) -> Slabs:
     """Keys and values as they are stored; refused if they cannot be."""
     stored = key_map.to_stored(keys)
     checks.check_finite(stored, key_map.text)
@@ -341,7 +332,7 @@ def joined(parts: Parts, config: LayerConfig, contents: Sequence[PartContents], 
 
 
 def kept(parts: Parts, start: int, indices: np.ndarray) -> Parts:
-    """The parts of a layer of rows from a position on that keeps these tokens, which close ranks."""
+    """The parts of a layer of rows from a position on that keeps these tokens alone."""
     positions = indices + start
     held = []
     for arrays, at in ((parts.first, parts.first_at), (parts.last, parts.last_at)):

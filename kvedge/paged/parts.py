@@ -25,8 +25,8 @@ from kvedge.core.key_map import KeyMap
 from kvedge.core.kivi import RUN
 from kvedge.errors import ScaleRangeError
 from kvedge.layer.parts import (
-    PartContents,
     PIECE,
+    PartContents,
     kept_rows,
     last_rows,
     part_key_map,

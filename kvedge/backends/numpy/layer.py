@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -49,8 +49,8 @@ class LayerStore:
     turns: Turns | None
     evicted_at: int
 
-    # Replaced as a whole, so that a reader sees one moment. Of its parts no array is written to, but
-    # for runs, behind those that are held.
+    # Replaced as a whole, so that a reader sees one moment. No array of parts is written to, but
+    # runs behind those that are held.
     _now: Held
     _last_row: int  # rows below it have been written
 
@@ -124,9 +124,7 @@ class LayerStore:
                 parts = parts._replace(runs=runs, runs_at=parts.runs_at + row)
         self._last_row -= row
         key_map = held.key_map if key_map is None else key_map
-        self._now = held._replace(
-            slabs=slabs, start=held.start - row, key_map=key_map, parts=parts
-        )
+        self._now = held._replace(slabs=slabs, start=held.start - row, key_map=key_map, parts=parts)
         self.config = config
 
     def filled(self, position: int, n: int) -> None:
@@ -164,9 +162,9 @@ class LayerStore:
                     config = replace(config, capacity=start + num_tokens)
                     slabs = memory.reserve_slabs(config)
                 if runs is not self._now.parts.runs or config is not self.config:
-                    runs = memory.reserve_runs(config)
-                    tokens = memory.tokens_of_runs(parts.runs, config)
-                    memory.copy_runs(parts.runs, config, 0, tokens, runs)
+                    given, runs = runs, memory.reserve_runs(config)
+                    tokens = memory.tokens_of_runs(given, config)
+                    memory.copy_runs(given, config, 0, tokens, runs)
             first, last = (Slabs(*map(np.array, each)) for each in (parts.first, parts.last))
             parts = parts._replace(first=first, last=last, runs=runs)
 
@@ -268,7 +266,7 @@ class LayerStore:
         self._now = held._replace(num_tokens=held.num_tokens + n, parts=parts)
 
     def _longer(self, parts: Parts, end: int, keys: np.ndarray, values: np.ndarray) -> Parts:
-        """Those of a layer to whose end some tokens are appended; runs that these fill are encoded."""
+        """Those of a layer to which some tokens are appended; runs that they fill are encoded."""
         config, n = self.config, len(keys)
         new = encoded(config.part_config, NO_MAP, keys, values)
         first = parts.until(end).first
@@ -439,9 +437,7 @@ class LayerStore:
 
     def stored(self, held: Held, num_rows: int = 1) -> attention.Stored:
         parts = [
-            attention.StoredPart(
-                slabs, config, key_map, row + start - first, start, stop, turn
-            )
+            attention.StoredPart(slabs, config, key_map, row + start - first, start, stop, turn)
             for slabs, config, key_map, row, first, last in self._reads(held, num_rows)
             for start, stop, turn in ranges_of(self.turns, held.num_dropped, first, last)
         ]
