@@ -1,10 +1,41 @@
-/* What is done to a layer's tokens once they are stored: copies, room, keeping some of them, moving keys to other
- * positions. All but copying need the layer alone. */
+/* What is done to a layer's tokens once they are stored: where they lie, copies, room, keeping some of them, moving keys to
+ * other positions. All but copying need the layer alone. */
 #include <math.h>
 #include <string.h>
 
 #include "store/ranges.h"
 #include "system/float_mode.h"
+
+/* ---- Ranges ---------------------------------------------------------------------------------- */
+
+void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges) {
+  if (kvedge_has_ranges(layer)) {
+    *ranges = kvedge_ranges_now(layer);
+    return;
+  }
+  *ranges = (kvedge_ranges){0};
+  ranges->stop = kvedge_layer_range(layer, &ranges->start) + ranges->start;
+  ranges->last_from = ranges->stop;
+}
+
+kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, int64_t row) {
+  if (!layer || !from || layer == from || kvedge_layer_len(layer) > 0 || row < 0) return KVEDGE_ERROR_ARGUMENT;
+  if (kvedge_has_ranges(layer) != kvedge_has_ranges(from)) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_ranges r;
+  kvedge_layer_get_ranges(from, &r);
+  if (row > r.start || r.stop - row > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
+  if (kvedge_has_ranges(from)) {
+    if (row & (kvedge_row_tokens(from) - 1)) return KVEDGE_ERROR_ARGUMENT;
+    r = kvedge_ranges_written(from);
+    kvedge_ranges_copy(layer, from, &r, from->last_written, row);
+  } else {
+    kvedge_copy_bounds(from, layer);
+    atomic_store_explicit(&layer->start, r.start - row, memory_order_relaxed);
+    atomic_store_explicit(&layer->stop, r.stop - row, memory_order_release);
+  }
+  layer->written = from->written - row;
+  return KVEDGE_OK;
+}
 
 /* ---- Copies ---------------------------------------------------------------------------------- */
 
@@ -83,8 +114,12 @@ kvedge_status kvedge_layer_keep(kvedge_layer *layer, const int64_t *tokens, int6
     if (tokens[i] < 0 || tokens[i] >= len || (i > 0 && tokens[i] <= tokens[i - 1])) return KVEDGE_ERROR_ARGUMENT;
   kvedge_quiesce(); /* a late reader may look at rows that are written over */
   if (kvedge_has_ranges(layer)) {
-    const kvedge_status status = kvedge_ranges_keep(layer, tokens, num_tokens);
-    if (status != KVEDGE_OK) return status;
+    const int64_t rows = kvedge_ring_rows(&layer->config);
+    kvedge_layer *ring = NULL;
+    if (rows && kvedge_layer_create(&layer->last->config, &ring) != KVEDGE_OK) return KVEDGE_ERROR_MEMORY;
+    if (rows) kvedge_copy_tokens(layer->last, 0, ring, 0, rows);
+    kvedge_ranges_keep(layer, ring, tokens, num_tokens);
+    kvedge_layer_destroy(ring);
   }
   for (int64_t i = 0, num; i < num_tokens; i += num) { /* tokens[i] >= i: what is read later is not yet written over */
     for (num = 1; i + num < num_tokens && tokens[i + num] == tokens[i] + num;) num++;

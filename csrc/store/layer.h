@@ -57,6 +57,11 @@ static inline void kvedge_raise_bound(_Atomic float *bound, float value) {
     atomic_store_explicit(bound, value, memory_order_relaxed);
 }
 
+static inline void kvedge_copy_bounds(const kvedge_layer *from, kvedge_layer *to) {
+  kvedge_raise_bound(&to->key_bound, atomic_load_explicit(&from->key_bound, memory_order_relaxed));
+  kvedge_raise_bound(&to->value_bound, atomic_load_explicit(&from->value_bound, memory_order_relaxed));
+}
+
 static inline void kvedge_raise_written(kvedge_layer *layer, int64_t stop) {
   if (stop > layer->written) layer->written = stop;
 }

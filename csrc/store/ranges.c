@@ -71,7 +71,7 @@ static void forget_parents_readers(kvedge_layer *layer) {
   }
 }
 
-static kvedge_ranges ranges_now(const kvedge_layer *layer) {
+kvedge_ranges kvedge_ranges_now(const kvedge_layer *layer) {
   kvedge_ranges r;
   uint32_t before, after;
   do {
@@ -157,7 +157,7 @@ static void load(const kvedge_layer *layer, const kvedge_ranges *ranges, int val
 
 void kvedge_ranges_load(const kvedge_layer *layer, int values, int64_t start, int64_t stop, float *out) {
   kvedge_hold(layer);
-  const kvedge_ranges ranges = ranges_now(layer);
+  const kvedge_ranges ranges = kvedge_ranges_now(layer);
   load(layer, &ranges, values, start, stop, out);
   kvedge_release(layer);
 }
@@ -367,16 +367,6 @@ void kvedge_ranges_set_stop(kvedge_layer *layer, int64_t stop) {
   publish(layer, stop, last_from, atomic_load_explicit(&layer->num_first, memory_order_relaxed));
 }
 
-void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges) {
-  if (kvedge_has_ranges(layer)) {
-    *ranges = ranges_now(layer);
-    return;
-  }
-  *ranges = (kvedge_ranges){0};
-  ranges->stop = kvedge_layer_range(layer, &ranges->start) + ranges->start;
-  ranges->last_from = ranges->stop;
-}
-
 static void raise_bounds(kvedge_layer *plain, int64_t row, int64_t num_tokens) {
   kvedge_raise_bound(&plain->key_bound, kvedge_rows_bound(&plain->keys, row, row + num_tokens));
   kvedge_raise_bound(&plain->value_bound, kvedge_rows_bound(&plain->values, row, row + num_tokens));
@@ -409,11 +399,6 @@ kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *
   return KVEDGE_OK;
 }
 
-static void copy_bounds(kvedge_layer *to, const kvedge_layer *from) {
-  kvedge_raise_bound(&to->key_bound, atomic_load_explicit(&from->key_bound, memory_order_relaxed));
-  kvedge_raise_bound(&to->value_bound, atomic_load_explicit(&from->value_bound, memory_order_relaxed));
-}
-
 void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kvedge_ranges *r, int64_t written,
                         int64_t row) {
   const int64_t to = ring_of(layer), of = ring_of(from), since = larger(larger(r->last_from, row), written - to);
@@ -422,7 +407,8 @@ void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kve
     n = smaller(written - at, smaller(of - at % of, to - (at - row) % to));
     kvedge_copy_tokens(from->last, at % of, layer->last, (at - row) % to, n);
   }
-  copy_bounds(layer->first, from->first), copy_bounds(layer->last, from->last), copy_bounds(layer, from);
+  kvedge_copy_bounds(from->first, layer->first), kvedge_copy_bounds(from->last, layer->last),
+      kvedge_copy_bounds(from, layer);
   layer->last_written = written - row;
   layer->written = is_in_runs(&layer->config) ? (written - row + KVEDGE_RUN - 1) & -KVEDGE_RUN : written - row;
   layer->first_stop = from->first_stop - row;
@@ -432,38 +418,17 @@ void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kve
   publish(layer, r->stop - row, (to ? since : r->stop) - row, r->num_first);
 }
 
-/* The ranges as the writer has them: of a layer that went back, last_from may lie above stop, and so may rows. */
-static kvedge_ranges all_written(const kvedge_layer *layer) {
-  kvedge_ranges r = ranges_now(layer);
+kvedge_ranges kvedge_ranges_written(const kvedge_layer *layer) {
+  kvedge_ranges r = kvedge_ranges_now(layer);
   r.last_from = atomic_load_explicit(&layer->last_from, memory_order_relaxed);
   r.num_first = atomic_load_explicit(&layer->num_first, memory_order_relaxed);
   return r;
 }
 
-kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, int64_t row) {
-  if (!layer || !from || layer == from || kvedge_layer_len(layer) > 0 || row < 0) return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_has_ranges(layer) != kvedge_has_ranges(from)) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_ranges r;
-  kvedge_layer_get_ranges(from, &r);
-  if (row > r.start || r.stop - row > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_has_ranges(from)) {
-    if (row % KVEDGE_RUN && is_in_runs(&from->config)) return KVEDGE_ERROR_ARGUMENT;
-    r = all_written(from);
-    kvedge_ranges_copy(layer, from, &r, from->last_written, row);
-    layer->written = from->written - row;
-    return KVEDGE_OK;
-  }
-  copy_bounds(layer, from);
-  layer->written = from->written - row;
-  atomic_store_explicit(&layer->start, r.start - row, memory_order_relaxed);
-  atomic_store_explicit(&layer->stop, r.stop - row, memory_order_release);
-  return KVEDGE_OK;
-}
-
 /* ---- The writer: moving tokens within the layer ------------------------------------------------------------------------ */
 
 void kvedge_ranges_compact(kvedge_layer *layer) {
-  kvedge_ranges r = all_written(layer);
+  kvedge_ranges r = kvedge_ranges_written(layer);
   const int64_t ring = larger(ring_of(layer), KVEDGE_RUN),
                 by = r.start / ring * ring; /* rows stay where they are in the ring */
   if (by == 0) return;
@@ -475,13 +440,9 @@ void kvedge_ranges_compact(kvedge_layer *layer) {
   publish(layer, r.stop - by, larger(0, r.last_from - by), r.num_first);
 }
 
-kvedge_status kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens) {
-  const int64_t ring = ring_of(layer);
-  const kvedge_ranges r = ranges_now(layer);
-  kvedge_layer_config config = layer->last->config;
-  kvedge_layer *copy = NULL; /* of the ring: rows move past each other */
-  if (ring && kvedge_layer_create(&config, &copy) != KVEDGE_OK) return KVEDGE_ERROR_MEMORY;
-  if (ring) kvedge_copy_tokens(layer->last, 0, copy, 0, ring);
+void kvedge_ranges_keep(kvedge_layer *layer, const kvedge_layer *ring, const int64_t *tokens, int64_t num_tokens) {
+  const kvedge_ranges r = kvedge_ranges_now(layer);
+  const int64_t rows = ring_of(layer);
   int64_t last_from = r.start + num_tokens, num_first = 0;
   for (int64_t i = 0; i < num_tokens; i++) {
     const int64_t from = r.start + tokens[i], to = r.start + i;
@@ -491,11 +452,9 @@ kvedge_status kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int
     }
     if (from < r.last_from) continue;
     last_from = smaller(last_from, to);
-    kvedge_copy_tokens(copy, from % ring, layer->last, to % ring, 1);
+    kvedge_copy_tokens(ring, from % rows, layer->last, to % rows, 1);
   }
-  kvedge_layer_destroy(copy);
   layer->last_written = r.start + num_tokens, layer->drained_from = 0;
   atomic_store_explicit(&layer->first_row, r.start, memory_order_relaxed);
   publish(layer, r.start + num_tokens, last_from, num_first);
-  return KVEDGE_OK;
 }

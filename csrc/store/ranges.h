@@ -29,6 +29,10 @@ int kvedge_try_hold(const kvedge_layer *layer);
 void kvedge_hold(const kvedge_layer *layer);
 void kvedge_release(const kvedge_layer *layer);
 
+/* What kvedge_layer_get_ranges tells; as the writer has it: of a layer that went back, last_from and rows may lie above stop. */
+kvedge_ranges kvedge_ranges_now(const kvedge_layer *layer);
+kvedge_ranges kvedge_ranges_written(const kvedge_layer *layer);
+
 /* Where num_tokens tokens from a row on are read by query rows, the first of which stands at row `query_row`, or by
  * a getter (the last one): parts, in order, whose positions count from that row. Returns their number, 0 to 3. */
 int kvedge_parts_of_ranges(const kvedge_layer *layer, const kvedge_ranges *ranges, int64_t row, int64_t num_tokens,
@@ -53,8 +57,9 @@ void kvedge_ranges_load(const kvedge_layer *layer, int values, int64_t start, in
 void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kvedge_ranges *ranges, int64_t written,
                         int64_t row);
 
-/* kvedge_layer_compact and _keep, whose arguments are checked; keep moves first and last tokens, and tells how many there are. */
+/* kvedge_layer_compact and _keep, whose arguments are checked. keep moves first and last tokens, and tells how many there are;
+ * `ring` is a copy of the last tokens, whose rows move past each other; NULL: there are none. */
 void kvedge_ranges_compact(kvedge_layer *layer);
-kvedge_status kvedge_ranges_keep(kvedge_layer *layer, const int64_t *tokens, int64_t num_tokens);
+void kvedge_ranges_keep(kvedge_layer *layer, const kvedge_layer *ring, const int64_t *tokens, int64_t num_tokens);
 
 #endif
