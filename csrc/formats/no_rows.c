@@ -21,7 +21,6 @@ static float bound_of_nothing(const kvedge_row_shape *shape, const void *codes, 
 
 const kvedge_format_info kvedge_format_no_rows = {.id = KVEDGE_NO_ROWS,
                                                   .name = "no rows",
-                                                  .file_type = "U8",
                                                   .row_tokens = 1,
                                                   .bound_of = bound_of_runs,
                                                   .encode = encode_nothing,

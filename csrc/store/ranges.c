@@ -17,13 +17,9 @@ enum {
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int is_in_runs(const kvedge_layer_config *config) {
-  return kvedge_is_of_runs(kvedge_side_format(config, 0)) || kvedge_is_of_runs(kvedge_side_format(config, 1));
-}
-
 int64_t kvedge_kept_rows(const kvedge_layer_config *config) {
   if (config->recent_format == 0) return 0;
-  const int64_t recent = is_in_runs(config) ? larger(config->recent, KVEDGE_RUN) : config->recent;
+  const int64_t recent = kvedge_in_runs(config) ? larger(config->recent, KVEDGE_RUN) : config->recent;
   return recent ? recent + DRAFT : 0;
 }
 
@@ -119,7 +115,7 @@ int kvedge_parts_of_ranges(const kvedge_layer *layer, const kvedge_ranges *r, in
   int64_t tail = larger(larger(row, r->last_from), recent ? query_row - recent + 1 : stop);
   tail = smaller(tail, stop);
   /* Of runs, all behind the last one is read here; stop_of_runs(r->stop, ...) where the moment is later than the call. */
-  if (is_in_runs(&layer->config)) tail = smaller(tail, larger(row, stop_of_runs(r->stop, r->last_from)));
+  if (kvedge_in_runs(&layer->config)) tail = smaller(tail, larger(row, stop_of_runs(r->stop, r->last_from)));
   int64_t sinks = row;
   if (r->first_row <= row && !(tail <= r->first_row + r->num_first && r->last_from <= row))
     sinks = larger(row, smaller(stop, r->first_row + r->num_first));
@@ -206,7 +202,7 @@ static kvedge_status check_side(const kvedge_layer *layer, int values, const kve
   float *bound_of_last = values ? &layer->last->checked.values : &layer->last->checked.keys;
   *bound_of_last = last->format->bound_of(&last->shape, most);
   if (isinf(*bound_of_last)) return KVEDGE_ERROR_SCALE;
-  const int in_runs = is_in_runs(&layer->config);
+  const int in_runs = kvedge_in_runs(&layer->config);
   if (!in_runs && is_mapped(side)) return kvedge_rows_check(side, rows, num_tokens, bound);
   if (in_runs) most = rounded(last, most);
   if (side->rotated && !side->offset && !side->scale) most *= 1.001f * sqrtf((float)side->rotated); /* at most */
@@ -300,7 +296,7 @@ void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const k
                           const kvedge_bounds *bound) {
   const int64_t ring = ring_of(layer), kept = kvedge_kept_rows(&layer->config);
   const int64_t stop = atomic_load_explicit(&layer->stop, memory_order_relaxed), end = stop + num_tokens;
-  const int in_runs = is_in_runs(&layer->config);
+  const int in_runs = kvedge_in_runs(&layer->config);
   const int64_t cut = in_runs ? stop & -KVEDGE_RUN : stop;
   int64_t last_from = atomic_load_explicit(&layer->last_from, memory_order_relaxed);
   const int is_behind = last_from > cut; /* the layer went back further than its last tokens reach */
@@ -378,7 +374,7 @@ kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *
   if (r->start < 0 || r->stop < r->start || r->stop > layer->config.capacity) return KVEDGE_ERROR_ARGUMENT;
   if (r->last_from < 0 || r->last_from > r->stop || r->stop - r->last_from > ring) return KVEDGE_ERROR_ARGUMENT;
   if (r->num_first < 0 || r->num_first > layer->config.sinks || r->first_row < 0) return KVEDGE_ERROR_ARGUMENT;
-  const int in_runs = is_in_runs(&layer->config);
+  const int in_runs = kvedge_in_runs(&layer->config);
   const int64_t encoded = !in_runs || r->last_from > whole ? r->stop : whole;
   kvedge_quiesce();
   layer->written = (encoded + KVEDGE_RUN - 1) & -KVEDGE_RUN;
@@ -410,7 +406,7 @@ void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kve
   kvedge_copy_bounds(from->first, layer->first), kvedge_copy_bounds(from->last, layer->last),
       kvedge_copy_bounds(from, layer);
   layer->last_written = written - row;
-  layer->written = is_in_runs(&layer->config) ? (written - row + KVEDGE_RUN - 1) & -KVEDGE_RUN : written - row;
+  layer->written = kvedge_in_runs(&layer->config) ? (written - row + KVEDGE_RUN - 1) & -KVEDGE_RUN : written - row;
   layer->first_stop = from->first_stop - row;
   layer->drained_from = 0;
   atomic_store_explicit(&layer->start, r->start - row, memory_order_relaxed);
