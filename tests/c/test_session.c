@@ -462,19 +462,21 @@ static void test_ranges_that_do_not_fit(void) {
   begin("ranges that do not fit");
   sample s;
   small_sample(&s, 1);
-  const kvedge_layer_config plain = {.format = KVEDGE_KIVI4, .capacity = 32, .num_kv_heads = 2, .head_dim = 3};
-  kvedge_layer *whole_runs = new_layer(plain, 32);
+  kvedge_layer_config plain = {.format = KVEDGE_KIVI4, .capacity = 32, .num_kv_heads = 2, .head_dim = 3},
+                      recent = plain;
+  recent.recent = 2;
+  kvedge_layer *whole_runs = new_layer(plain, 32), *without_sinks = new_layer(recent, 3);
   for (int i = 0; i < 4; i++) {
     kvedge_session wrong = s.session;
     kvedge_layer *layers[2] = {s.layers[0], s.layers[1]};
     memset(s.own, 0, sizeof s.own);
-    if (i == 0) layers[1] = whole_runs;                    /* without a recent_format */
-    if (i == 1) s.own[1].window = 8;                       /* and sinks */
-    if (i == 2) s.own[1].window = 2, s.own[1].dropped = 2; /* none were dropped, and more than may be */
-    if (i == 3) s.own[0].window = s.own[1].window = 2, s.own[1].dropped = 1;
-    CHECK(kvedge_session_bytes(&wrong, layers) == 0);
+    if (i == 0) layers[1] = whole_runs;                                               /* no recent_format */
+    if (i == 1) s.own[1].window = 8;                                                  /* and sinks */
+    if (i == 2) layers[1] = without_sinks, s.own[1].window = 2, s.own[1].dropped = 1; /* runs of other positions */
+    if (i == 3) layers[1] = without_sinks;
+    CHECK((kvedge_session_bytes(&wrong, layers) == 0) == (i < 3));
   }
-  kvedge_layer_destroy(whole_runs);
+  kvedge_layer_destroy(whole_runs), kvedge_layer_destroy(without_sinks);
   memset(s.own, 0, sizeof s.own);
 
   block file = write_file(&s.session, s.layers);
