@@ -112,7 +112,7 @@ typedef struct {
  * side of the layer may be of rows. The capacity is a multiple of 32, and so is what append and
  * write are given, from such a position on, and the size of blocks of a pool; drop_first,
  * compact, keep and shift are refused. The last tokens, until a run is full, lie in a layer of
- * another format: kvedge_part. With recent or sinks (below) none of this is the caller's concern.
+ * another format: kvedge_part. With recent_format (below) none of this is the caller's concern.
  * KVEDGE_GRID2 to KVEDGE_GRID8 keep one of 2^bits levels per value,
  * as bits one after the other, and one scale per group: value = level * scale. Levels suit a
  * normal distribution: rotate rows by a random orthogonal matrix first, the query as the keys,
@@ -125,7 +125,7 @@ typedef struct {
  * the last token. Such a layer is appended to, attended to, cut and copied as any other, and takes tokens of any number in
  * runs, too, a run being encoded from its tokens as recent_format has them once it is whole. 64 tokens more than are read are kept,
  * so that going back by as many leaves no trace; further back, what is read stays as it is stored. An append waits, once
- * in 64 tokens or recent_room, for calls that read; kvedge_layer_write and _filled, pools, sessions and the sliced calls of
+ * in 64 tokens or recent_room, for calls that read; kvedge_layer_write and _filled, pools and the sliced calls of
  * kvedge_attention are for other layers. */
 typedef struct kvedge_layer kvedge_layer;
 
@@ -137,8 +137,7 @@ typedef enum {
   KVEDGE_FP8_E4M3 = 4,
   KVEDGE_FP8_E5M2 = 5,
   KVEDGE_INT4 = 6,
-  KVEDGE_NO_ROWS = 32, /* nothing is stored, and zeros are read: of layers that count tokens which lie in parts */
-  KVEDGE_KIVI2 = 34,   /* 32 + bits; not counted below */
+  KVEDGE_KIVI2 = 34, /* 32 + bits; not counted below */
   KVEDGE_KIVI4 = 36,
   KVEDGE_KIVI8 = 40,
   KVEDGE_GRID2 = 66, /* 64 + bits; not counted below */
@@ -213,7 +212,7 @@ void kvedge_layer_destroy(kvedge_layer *layer);
 
 /* Stores keys minus this vector, float[num_kv_heads][head_dim], which changes no attention result
  * and helps INT8 where keys have large constant channels. Only while the layer is empty; NULL takes
- * it away; formats with scales only (KVEDGE_INT8), and KVEDGE_NO_ROWS beside them. The vector is copied. */
+ * it away; formats with scales only (KVEDGE_INT8). The vector is copied. */
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset);
 
 /* Stores keys divided by this, float[num_kv_heads][head_dim], positive and finite, after the offset is taken off; the
@@ -346,59 +345,30 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
  * file. No call here takes memory. KVEDGE_GRID2 to KVEDGE_GRID8 are in no session.
  *
  *   const kvedge_session session = {.num_layers = n, .length = kvedge_layer_len(layers[0])};
- *   kvedge_session_write(&session, layers, NULL, my_fwrite, file);
+ *   kvedge_session_write(&session, layers, my_fwrite, file);
  *
  *   kvedge_session_reader_bytes(data, bytes, &needed, &why);   // data: a whole file; why: what is wrong with it
  *   kvedge_session_read(data, bytes, memory, needed, &reader, &why);
  *   const kvedge_session *held = kvedge_session_held(reader);
  *   for every layer:  kvedge_layer_create(&config, &layers[i])   // held->layers[i].config, with the capacity you want
- *   kvedge_session_load(reader, layers, NULL, &why);             // parts for NULL, where layers have some
+ *   kvedge_session_load(reader, layers, &why);
  *
- * Parts. A layer may hold first and last tokens in another format besides (`sinks` and `recent`
- * of Python), which attention reads instead; and KVEDGE_KIVI2, _KIVI4 and _KIVI8 hold tokens in
- * runs. Such a layer is up to four kvedge_layers. Positions are those of the session, dropped
- * tokens counted; e is its length.
- *
- *   the layer   all tokens, from position `dropped` on. With runs it is of KVEDGE_NO_ROWS: it counts them; its group_size and
- *               scale_type, key offset and key scale are those of a side of runs that is of rows.
- *   first       positions 0 to at most sinks - 1; nothing in a layer with a window.
- *   last        the last tokens, up to e - 1: at least `recent` of those appended, and with runs all that are in no whole
- *               run. Keep 64 more, so that these can be taken back, as Python does; a file holds the last recent + 128 at
- *               most, with runs 160 at least, and none where neither needs it.
- *   runs        whole runs, from a position on that is a multiple of 32, up to e / 32 * 32; or, where `last` does not
- *               reach back to there (the layer was cut inside a run), up to e. A run is encoded from its tokens as
- *               `last` has them. One side may be of rows: these come there with the runs.
- *
- * first and last are of one format, without a key offset or key scale but where that format takes it from the layer: an
- * offset if it has scales, a key scale if it has up to 8 bits. docs/c_api.md shows how such a layer grows. */
+ * Layers with recent or sinks are in files whole, and so are those in runs that have a recent_format. Of the last tokens a
+ * file holds those that are kept, recent + 64 at most (of runs 96 at least). A file of Python's whose recent_dtype is not
+ * float32, float16 or bfloat16 is refused. */
 typedef struct {
   const char *key, *value; /* UTF-8, which no NUL ends */
   size_t key_bytes, value_bytes;
 } kvedge_session_text;
 
-/* What a file has of a part. */
-typedef struct {
-  kvedge_layer_config
-      config; /* capacity: num_tokens, up to whole runs, and at least 1 or a run; 0: there is no such part */
-  int64_t num_tokens;
-} kvedge_session_part;
-
-/* The parts of a layer. first and last are there, or none is; runs where the layer is of KVEDGE_NO_ROWS. */
-typedef struct {
-  kvedge_layer *first, *last, *runs;
-  int64_t runs_position; /* of the first token of runs: a multiple of 32, 0 where none were dropped */
-} kvedge_session_parts;
-
 typedef struct {
   int64_t window; /* tokens that a query row sees, 1..2^40; 0: all */
   int64_t
-      dropped; /* tokens before the first that the layer holds; with a window, whose last window - 1 tokens are held */
-  int recent,
-      sinks; /* tokens that are read in parts: the last and the first ones, 0..65536; sinks without a window only */
-  /* These a reader tells; writing asks the layer and its parts. */
-  kvedge_layer_config config; /* capacity: the tokens that the layer holds, length - dropped, or 1 */
+      dropped; /* tokens before the first that the layer holds; with a window, whose last window - 1 tokens are held.
+                    * In runs the layer's first row, kvedge_layer_range's start, is as far from a multiple of 32 */
+  /* These a reader tells; writing asks the layer. */
+  kvedge_layer_config config; /* capacity: length - dropped, in runs from the first one's run on; or 1 */
   int has_key_offset, has_key_scale;
-  kvedge_session_part first, last, runs;
 } kvedge_session_layer;
 
 /* An array of a layer that holds a state: what linear attention, Mamba or a convolution keeps of the past, of one size
@@ -420,7 +390,7 @@ typedef struct {
   /* Not 0: a KVCache made of it takes key offsets (key scales, of formats of up to 8 bits) from
    * the first tokens of layers that have none. */
   int auto_key_offset, auto_key_scale;
-  const kvedge_session_layer *layers;  /* [num_layers]; writing, NULL: none has a window or parts */
+  const kvedge_session_layer *layers;  /* [num_layers]; writing, NULL: none has a window */
   const kvedge_session_text *metadata; /* [num_metadata] of the user's own, ascending by the bytes of their keys */
   int num_metadata;
   const kvedge_session_state *states; /* [num_states], ascending by layer, then by the bytes of their names */
@@ -430,16 +400,15 @@ typedef struct {
 /* Takes the next bytes of a file; not 0 ends the writing with KVEDGE_ERROR_FILE. */
 typedef int (*kvedge_session_sink)(void *context, const void *data, size_t bytes);
 
-/* Bytes of the file; 0: it cannot be written. `parts`, [num_layers]: those of each layer; NULL: no layer has any. */
-size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers,
-                            const kvedge_session_parts *parts);
+/* Bytes of the file; 0: it cannot be written. */
+size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers);
 
 /* Writes the first length - dropped tokens of each layer. Others may append to the layers
- * meanwhile, and drop nothing; parts stay as they are. KVEDGE_ERROR_ARGUMENT: a number out of
- * its range, a layer with fewer tokens, parts that are none of such a layer, metadata that is no
- * UTF-8 or not in order, states that are not in order or lie where there is no layer. The tokens are read twice, at first for their digest. */
-kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers,
-                                   const kvedge_session_parts *parts, kvedge_session_sink sink, void *context);
+ * meanwhile, but to those with recent or sinks, and drop nothing. KVEDGE_ERROR_ARGUMENT: a number
+ * out of its range, a layer with fewer tokens, or in runs without a recent_format, metadata that is
+ * no UTF-8 or not in order, states that are not in order or lie where there is no layer. The tokens are read twice, at first for their digest. */
+kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers, kvedge_session_sink sink,
+                                   void *context);
 
 /* Reading trusts nothing in `data`, which must stay as it is meanwhile. Where it is refused
  * (KVEDGE_ERROR_FILE) nothing has changed, and *why, unless NULL, says in a sentence what is
@@ -456,13 +425,11 @@ kvedge_status kvedge_session_read(const void *data, size_t bytes, void *memory, 
                                   kvedge_session_reader **reader, const char **why);
 const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader);
 
-/* Compares all of the file with its digest, checks every number, then fills the layers and
- * parts: all of them or none. They are different ones, empty and of the configs that the reader
- * tells; what capacity they have besides is theirs. Parts are there where the reader tells of
- * some; their runs_position is set. Key offset and key scale become the file's. Nobody reads the
- * layers meanwhile. States are checked too: from then on the caller may copy what the reader tells of them. */
-kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers,
-                                  kvedge_session_parts *parts, const char **why);
+/* Compares all of the file with its digest, checks every number, then fills the layers: all of
+ * them or none. They are different ones, empty and of the configs that the reader tells; what
+ * capacity and recent_room they have is theirs. Key offset and key scale become the file's. Nobody
+ * reads the layers meanwhile. States are checked too: from then on the caller may copy what the reader tells of them. */
+kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers, const char **why);
 
 /* ---- Attention ---------------------------------------------------------------------------- */
 
@@ -555,14 +522,6 @@ typedef struct kvedge_part {
  * and shape, and one may occur several times; num_heads has to be a multiple of the num_kv_heads
  * of each. Nothing is written unless all arguments are good. */
 kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads);
-
-/* Where the tokens of a layer with the parts of a session are read: writes the parts of a call,
- * in which position 0 is that of the layer's first token, and returns their number, 0 to 3. Of
- * `of`, recent and dropped count: for a call of n rows let recent, unless 0, be n - 1 more, as
- * Python does, so that each row reads the last tokens before it from `last`, where `last` has them.
- * The getters of the layers at these rows read the same tokens back. */
-int kvedge_session_attended(const kvedge_session_layer *of, const kvedge_layer *layer,
-                            const kvedge_session_parts *parts, kvedge_part attended[3]);
 
 /* logits[num_heads][num_tokens] of one query row against num_tokens tokens from first_row on (-1: from token 0):
  * scale * query . key, before any option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */

@@ -360,7 +360,7 @@ static void save_session(const char *path, const model *m, const run_state *s, i
                                   .num_metadata = 1};
   FILE *to = fopen(path, "wb");
   if (!to) die(path, "cannot be written");
-  check(kvedge_session_write(&session, s->layers, NULL, write_piece, to), path);
+  check(kvedge_session_write(&session, s->layers, write_piece, to), path);
   if (fclose(to)) die(path, "cannot be written");
 }
 
@@ -375,7 +375,7 @@ static int load_session(const char *path, const model *m, run_state *s) {
   if (kvedge_session_read(f.bytes, f.size, memory, bytes, &reader, &why) != KVEDGE_OK) die(path, why);
   const kvedge_session *session = kvedge_session_held(reader);
   if (session->num_layers != m->num_layers) die(path, "is of another model");
-  const kvedge_status status = kvedge_session_load(reader, s->layers, NULL, &why);
+  const kvedge_status status = kvedge_session_load(reader, s->layers, &why);
   if (status != KVEDGE_OK) die(path, why ? why : "is of another model or format");
   s->length = (int)session->length;
   int next = -1;

@@ -240,27 +240,12 @@ cdef extern from "kvedge.h" nogil:
         size_t key_bytes
         size_t value_bytes
 
-    ctypedef struct kvedge_session_part:
-        kvedge_layer_config config
-        int64_t num_tokens
-
-    ctypedef struct kvedge_session_parts:
-        kvedge_layer *first
-        kvedge_layer *last
-        kvedge_layer *runs
-        int64_t runs_position
-
     ctypedef struct kvedge_session_layer:
         int64_t window
         int64_t dropped
-        int recent
-        int sinks
         kvedge_layer_config config
         int has_key_offset
         int has_key_scale
-        kvedge_session_part first
-        kvedge_session_part last
-        kvedge_session_part runs
 
     ctypedef struct kvedge_session_state:
         int layer
@@ -287,11 +272,10 @@ cdef extern from "kvedge.h" nogil:
     ctypedef int (*kvedge_session_sink)(void *context, const void *piece, size_t bytes) noexcept
 
     size_t kvedge_session_bytes(
-        const kvedge_session *session, kvedge_layer *const *layers,
-        const kvedge_session_parts *parts)
+        const kvedge_session *session, kvedge_layer *const *layers)
     kvedge_status kvedge_session_write(
         const kvedge_session *session, kvedge_layer *const *layers,
-        const kvedge_session_parts *parts, kvedge_session_sink sink, void *context)
+        kvedge_session_sink sink, void *context)
     kvedge_status kvedge_session_reader_bytes(
         const void *data, size_t bytes, size_t *needed, const char **why)
     kvedge_status kvedge_session_read(
@@ -299,8 +283,7 @@ cdef extern from "kvedge.h" nogil:
         kvedge_session_reader **reader, const char **why)
     const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader)
     kvedge_status kvedge_session_load(
-        const kvedge_session_reader *reader, kvedge_layer *const *layers,
-        kvedge_session_parts *parts, const char **why)
+        const kvedge_session_reader *reader, kvedge_layer *const *layers, const char **why)
 
     void kvedge_attention_defaults(kvedge_attention_options *options)
     kvedge_status kvedge_attend(
@@ -308,9 +291,6 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_attention_options *options, int num_threads, float *out, float *lse)
     kvedge_status kvedge_attend_layers(
         const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads)
-    int kvedge_session_attended(
-        const kvedge_session_layer *of, const kvedge_layer *layer,
-        const kvedge_session_parts *parts, kvedge_part *attended)
     kvedge_status kvedge_scores(
         const kvedge_layer *layer, const float *query, int num_heads, float scale,
         int64_t first_row, int64_t num_tokens, float *logits)

@@ -101,7 +101,7 @@ static inline kvedge_row_shape kvedge_row_shape_of(const kvedge_format_info *for
 extern const kvedge_format_info kvedge_format_int8, kvedge_format_float32, kvedge_format_float16,
     kvedge_format_bfloat16, kvedge_format_fp8_e4m3, kvedge_format_fp8_e5m2, kvedge_format_int4, kvedge_format_q8_0,
     kvedge_format_grid2, kvedge_format_grid3, kvedge_format_grid4, kvedge_format_grid5, kvedge_format_grid6,
-    kvedge_format_grid7, kvedge_format_grid8, kvedge_format_no_rows, kvedge_format_kivi2_keys, kvedge_format_kivi4_keys,
+    kvedge_format_grid7, kvedge_format_grid8, kvedge_format_kivi2_keys, kvedge_format_kivi4_keys,
     kvedge_format_kivi8_keys, kvedge_format_kivi2_values, kvedge_format_kivi4_values, kvedge_format_kivi8_values;
 
 /* Of grids, by bits: their levels, by code. */
@@ -116,6 +116,11 @@ static inline const kvedge_format_info *kvedge_side_format(const kvedge_layer_co
   if (!values) return kvedge_format_of(config->format);
   if (config->value_format == 0) return kvedge_value_format_of(config->format);
   return config->value_format < 0 ? NULL : kvedge_value_format_of((kvedge_format)(config->value_format - 1));
+}
+
+/* Are keys or values in runs? */
+static inline int kvedge_in_runs(const kvedge_layer_config *config) {
+  return kvedge_is_of_runs(kvedge_side_format(config, 0)) || kvedge_is_of_runs(kvedge_side_format(config, 1));
 }
 
 /* Do keys or values have scales? */

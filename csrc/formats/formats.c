@@ -32,7 +32,6 @@ const kvedge_format_info *kvedge_value_format_of(kvedge_format format) {
 }
 
 const kvedge_format_info *kvedge_format_of(kvedge_format format) {
-  if (format == KVEDGE_NO_ROWS) return &kvedge_format_no_rows;
   if (format == KVEDGE_Q8_0) return &kvedge_format_q8_0;
   const kvedge_format_info *of_runs = kivi_of(format, 0);
   if (of_runs) return of_runs;

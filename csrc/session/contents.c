@@ -7,8 +7,6 @@
 #include "session/sha256.h"
 #include "store/layer.h"
 
-enum { MAX_PRECISE = 65536 }; /* tokens that recent, or sinks, may be */
-
 #define PART(part, prefix)                                                                                             \
   {part, KEY_CODES, prefix "key_codes"}, {part, KEY_SCALES, prefix "key_scales"},                                      \
       {part, VALUE_CODES, prefix "value_codes"}, {part, VALUE_SCALES, prefix "value_scales"}
@@ -26,14 +24,6 @@ const kvedge_tensor_name kvedge_tensors[NUM_TENSORS] = {
 
 /* ---- Layers and tensors ------------------------------------------------------------------------------------------- */
 
-static kvedge_session_part part_of(const kvedge_layer *layer, int64_t most) {
-  kvedge_session_part part;
-  const int64_t len = kvedge_layer_len(layer);
-  kvedge_layer_get_config(layer, &part.config);
-  part.num_tokens = len < most ? len : most;
-  return part;
-}
-
 kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int index) {
   const kvedge_session *session = contents->session;
   kvedge_session_layer layer = {0};
@@ -41,71 +31,106 @@ kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int 
   if (session->layers) layer = session->layers[index];
   if (contents->layers) {
     const kvedge_layer *from = contents->layers[index];
-    const kvedge_session_parts *parts = contents->parts ? &contents->parts[index] : NULL;
     kvedge_layer_get_config(from, &layer.config);
+    if (!layer.config.recent && !layer.config.sinks && !kvedge_in_runs(&layer.config)) layer.config.recent_format = 0;
     layer.has_key_offset = from->keys.offset != NULL;
     layer.has_key_scale = from->keys.scale != NULL;
-    layer.first = layer.last = layer.runs = (kvedge_session_part){0};
-    if (parts && parts->last && layer.dropped >= 0 && layer.dropped <= session->length) {
-      layer.first = part_of(parts->first, kvedge_most_first(session, &layer));
-      layer.last = part_of(parts->last, kvedge_most_last(session, &layer));
-      if (parts->runs) layer.runs = part_of(parts->runs, INT64_MAX);
-      if (parts->runs) layer.runs.num_tokens = kvedge_tokens_of_runs(session, &layer);
-    }
   }
   return layer;
 }
 
-static const char *data_in_layer(const kvedge_contents *contents, int index, int part, int column, int64_t num_tokens) {
-  const kvedge_layer *layer = kvedge_layer_of_part(contents->layers, contents->parts, index, part);
-  int64_t row;
-  const int64_t len = kvedge_layer_range(layer, &row);
-  if (part == LAST_TOKENS) row += len - num_tokens;
-  if (part == RUNS) {
-    const kvedge_session_layer of = kvedge_contents_layer(contents, index);
-    row = kvedge_runs_begin(&of) - contents->parts[index].runs_position;
+int kvedge_has_part(const kvedge_layer_config *config, int part) {
+  return part == OWN_ROWS || (part == RUNS ? kvedge_in_runs(config) : config->recent_format != 0);
+}
+
+kvedge_layer_config kvedge_part_config(const kvedge_layer_config *config, int part) {
+  return part == FIRST_TOKENS || part == LAST_TOKENS ? kvedge_first_config(config) : *config;
+}
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Where the tokens of a layer lie that is written, as if it were cut to the session's length: first ones from first_row of its
+ * own, and of last ones no more than are kept. */
+static kvedge_ranges ranges_to_write(const kvedge_contents *contents, int index, const kvedge_session_layer *of) {
+  const kvedge_layer *layer = contents->layers[index];
+  kvedge_ranges r;
+  kvedge_layer_get_ranges(layer, &r);
+  const int64_t begin = kvedge_in_runs(&of->config) ? r.start & -KVEDGE_RUN : r.start;
+  const int64_t first_stop = r.first_row + r.num_first,
+                since = larger(r.last_from, r.stop - kvedge_kept_rows(&of->config));
+  r.stop = r.start + kvedge_held_tokens(contents->session, of);
+  r.last_from = smaller(larger(since, begin), r.stop);
+  r.num_first = r.first_row > r.start ? 0 : larger(0, smaller(first_stop, r.stop) - r.start);
+  r.first_row = r.num_first ? r.start - r.first_row : 0;
+  return r;
+}
+
+int64_t kvedge_part_tokens(const kvedge_contents *contents, int index, int part) {
+  const kvedge_session_layer layer = kvedge_contents_layer(contents, index);
+  const int64_t length = contents->session->length, whole = length & -KVEDGE_RUN;
+  if (part == OWN_ROWS) return kvedge_held_tokens(contents->session, &layer);
+  int64_t num_first, num_last;
+  if (contents->layers) {
+    const kvedge_ranges r = ranges_to_write(contents, index, &layer);
+    num_first = r.num_first, num_last = r.stop - r.last_from;
+  } else {
+    num_first = contents->tensors[index].num_first, num_last = contents->tensors[index].num_last;
   }
-  switch (column) {
-    case KEY_CODES: return kvedge_codes_at(&layer->keys, row);
-    case KEY_SCALES: return kvedge_scales_at(&layer->keys, row);
-    case VALUE_CODES: return kvedge_codes_at(&layer->values, row);
-    case VALUE_SCALES: return kvedge_scales_at(&layer->values, row);
-    case KEY_OFFSET: return (const char *)layer->keys.offset;
-    default: return (const char *)layer->keys.scale;
-  }
+  if (part == FIRST_TOKENS) return num_first;
+  if (part == LAST_TOKENS) return num_last;
+  /* Runs end with the last whole one, or where the layer does if last tokens do not reach back to there. */
+  return (length - num_last <= whole ? whole : length) - kvedge_first_position(&layer);
+}
+
+/* Where a tensor lies in a layer. */
+static void find_in_layer(const kvedge_contents *contents, int index, int part, int column, kvedge_tensor *t) {
+  const kvedge_session_layer of = kvedge_contents_layer(contents, index);
+  const kvedge_ranges r = ranges_to_write(contents, index, &of);
+  const kvedge_layer *own = contents->layers[index];
+  const kvedge_layer *layer = part == FIRST_TOKENS ? own->first : part == LAST_TOKENS ? own->last : own;
+  const kvedge_side *side = column == VALUE_CODES || column == VALUE_SCALES ? &layer->values : &layer->keys;
+  const int64_t row = part == FIRST_TOKENS  ? r.first_row
+                      : part == LAST_TOKENS ? r.last_from - r.last_row
+                      : part == RUNS        ? r.start & -KVEDGE_RUN
+                                            : r.start;
+  t->data = !t->bytes                                      ? ""
+            : column == KEY_OFFSET                         ? (const char *)side->offset
+            : column == KEY_SCALE                          ? (const char *)side->scale
+            : column == KEY_CODES || column == VALUE_CODES ? kvedge_codes_at(side, row)
+                                                           : kvedge_scales_at(side, row);
 }
 
 kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int part, int column) {
   const kvedge_session_layer layer = kvedge_contents_layer(contents, index);
-  const kvedge_session_part held = kvedge_part_of(contents->session, &layer, part);
-  const kvedge_layer_config *config = &held.config;
-  if (config->capacity == 0) return (kvedge_tensor){0};
-  const int of_values = column == VALUE_CODES || column == VALUE_SCALES;
-  const kvedge_format_info *format = kvedge_side_format(config, of_values);
-  const int dim = of_values ? config->value_head_dim : config->head_dim;
-  const kvedge_row_shape rows = kvedge_row_shape_of(format, dim, config->group_size, config->scale_type);
-  const kvedge_layer_config stored = kvedge_stored_config(&layer);
-  const int halves =
-      kvedge_has_scales(part == OWN_ROWS ? &stored : config) && config->scale_type == KVEDGE_SCALE_FLOAT16;
+  if (layer.config.capacity == 0 || !kvedge_has_part(&layer.config, part)) return (kvedge_tensor){0};
+  const kvedge_layer_config config = kvedge_part_config(&layer.config, part);
+  const int is_value = column == VALUE_CODES || column == VALUE_SCALES;
+  const int has_bytes = part != OWN_ROWS || !kvedge_in_runs(&config);
+  const kvedge_format_info *format = kvedge_side_format(&config, is_value);
+  const int dim = is_value ? config.value_head_dim : config.head_dim;
+  const kvedge_row_shape rows = kvedge_row_shape_of(format, dim, config.group_size, config.scale_type);
+  const int halves = kvedge_has_scales(&config) && config.scale_type == KVEDGE_SCALE_FLOAT16;
+  const int64_t num_tokens = kvedge_part_tokens(contents, index, part);
   kvedge_tensor t = {
-      .num_dims = 3, .shape = {held.num_tokens, config->num_kv_heads, dim}
+      .num_dims = 3, .shape = {num_tokens, config.num_kv_heads, 0}
   };
   if (part == RUNS) /* whole ones, rows as well */
-    t.shape[0] = (held.num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * (KVEDGE_RUN / format->row_tokens);
+    t.shape[0] = (num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * (KVEDGE_RUN / format->row_tokens);
   if (column == KEY_CODES || column == VALUE_CODES) {
-    t.type = format->file_type, t.item_bytes = format->bits < 8 ? 1 : format->bits / 8;
-    t.shape[2] = (int64_t)kvedge_row_bytes(format, dim) / t.item_bytes;
+    t.type = has_bytes ? format->file_type : "U8", t.item_bytes = has_bytes && format->bits >= 8 ? format->bits / 8 : 1;
+    if (has_bytes) t.shape[2] = (int64_t)kvedge_row_bytes(format, dim) / t.item_bytes;
   } else if (column == KEY_SCALES || column == VALUE_SCALES) {
     t.type = halves ? "F16" : "F32", t.item_bytes = halves ? 2 : 4;
-    t.shape[2] = format->has_scales ? rows.num_groups : 0;
+    if (has_bytes && format->has_scales) t.shape[2] = rows.num_groups;
   } else {
     t.type = "F32", t.item_bytes = 4, t.num_dims = 2;
-    t.shape[0] = config->num_kv_heads, t.shape[1] = dim;
+    t.shape[0] = config.num_kv_heads, t.shape[1] = dim;
   }
   t.bytes = (uint64_t)t.item_bytes;
   for (int i = 0; i < t.num_dims; i++) t.bytes *= (uint64_t)t.shape[i];
-  t.data = contents->layers ? data_in_layer(contents, index, part, column, held.num_tokens)
-                            : contents->tensors[index].at[part][column];
+  if (contents->layers) find_in_layer(contents, index, part, column, &t);
+  else t.data = contents->tensors[index].at[part][column];
   return t;
 }
 
@@ -162,15 +187,6 @@ int kvedge_next_layer(int index, int num_layers) {
   return index + 1;
 }
 
-int kvedge_same_rows(const kvedge_layer_config *a, const kvedge_layer_config *b) {
-  if (a->format != b->format || kvedge_side_format(a, 1) != kvedge_side_format(b, 1)) return 0;
-  if (a->num_kv_heads != b->num_kv_heads) return 0;
-  if (a->head_dim != b->head_dim || a->value_head_dim != b->value_head_dim) return 0;
-  if (a->value_rotation != b->value_rotation) return 0;
-  if (!kvedge_has_scales(a)) return 1;
-  return a->group_size == b->group_size && a->scale_type == b->scale_type;
-}
-
 /* ---- What kvedge writes ------------------------------------------------------------------------------------------- */
 
 int kvedge_compare_keys(const kvedge_session_text *a, const kvedge_session_text *b) {
@@ -202,28 +218,13 @@ static const char *metadata_fault(const kvedge_session *session) {
   return NULL;
 }
 
-static const char *format_fault(const kvedge_layer_config *config) {
-  for (int values = 0; values < 2; values++) {
-    const kvedge_format_info *format = kvedge_side_format(config, values);
-    if (!format->file_type || kvedge_is_of_runs(format)) return "a layer has a format that session files do not hold";
-    if ((format->id == KVEDGE_NO_ROWS) != (config->format == KVEDGE_NO_ROWS)) return "a layer has keys or values only";
-  }
-  return NULL;
-}
-
-static const char *parts_fault(const kvedge_session_layer *layer) {
-  const int in_runs = kvedge_in_runs(layer), has_parts = layer->last.config.capacity > 0;
-  if (layer->recent < 0 || layer->recent > MAX_PRECISE || layer->sinks < 0 || layer->sinks > MAX_PRECISE)
-    return "a layer's recent or sinks are out of their range";
-  if (layer->sinks > 0 && layer->window > 0) return "a layer with a window has sinks";
-  if (has_parts != (layer->recent > 0 || layer->sinks > 0 || in_runs))
-    return "a layer lacks the parts of its recent, sinks or runs, or has parts without any of these";
-  if ((layer->runs.config.capacity > 0) != in_runs) return "a layer has runs and rows, or none of them";
-  if (!in_runs) return NULL;
-  if (!kvedge_makes_runs(&layer->runs.config)) return "a layer's runs are of no formats that make runs";
-  const kvedge_format_info *keys = kvedge_side_format(&layer->runs.config, 0);
-  if ((layer->has_key_offset && !keys->has_scales) || (layer->has_key_scale && kvedge_is_of_runs(keys)))
-    return "a layer's keys are in runs, or have no scales, and have a key scale or a key offset";
+static const char *config_fault(const kvedge_session_layer *layer) {
+  const kvedge_layer_config *config = &layer->config;
+  if (!kvedge_side_format(config, 0)->file_type || !kvedge_side_format(config, 1)->file_type)
+    return "a layer has a format that session files do not hold";
+  if (config->sinks > 0 && layer->window > 0) return "a layer with a window has sinks";
+  if ((config->recent_format != 0) != (config->recent || config->sinks || kvedge_in_runs(config)))
+    return "a layer has recent tokens, sinks or runs without a recent_dtype, or a recent_dtype without any of these";
   return NULL;
 }
 
@@ -238,11 +239,9 @@ const char *kvedge_contents_fault(const kvedge_contents *contents) {
     return "it holds more tokens than its max_seq_len, or that is out of its range";
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
-    const char *fault = format_fault(&layer.config);
-    if (!fault) fault = parts_fault(&layer);
+    const char *fault = config_fault(&layer);
     if (fault) return fault;
-    const kvedge_layer_config stored = kvedge_stored_config(&layer);
-    const kvedge_format_info *keys = kvedge_side_format(&stored, 0);
+    const kvedge_format_info *keys = kvedge_side_format(&layer.config, 0);
     if (layer.window < 0 || layer.window > KVEDGE_MAX_TOKENS) return "a layer's window is out of its range";
     if (layer.dropped < 0 || layer.dropped > session->length ||
         (layer.dropped > 0 && (layer.window == 0 || session->length - layer.dropped < layer.window - 1)))
@@ -293,20 +292,20 @@ static const char *scale_type_name(kvedge_scale_type type) {
 }
 
 /* What keys are stored in, as Python says it. */
-static const char *format_name(const kvedge_layer_config *stored) { return kvedge_side_format(stored, 0)->name; }
+static const char *format_name(const kvedge_layer_config *config) { return kvedge_side_format(config, 0)->name; }
 
 /* The same of values where it is not that of keys, else "". */
-static const char *value_format_name(const kvedge_layer_config *stored) {
-  const char *name = kvedge_side_format(stored, 1)->name;
-  return strcmp(name, format_name(stored)) ? name : "";
+static const char *value_format_name(const kvedge_layer_config *config) {
+  const char *name = kvedge_side_format(config, 1)->name;
+  return strcmp(name, format_name(config)) ? name : "";
 }
 
 /* By which matrix values are rotated; "": by none. */
-static const char *rotation_name(const kvedge_layer_config *stored) { return stored->value_rotation ? "hadamard" : ""; }
+static const char *rotation_name(const kvedge_layer_config *config) { return config->value_rotation ? "hadamard" : ""; }
 
 /* The format of first and last tokens; "": there are none. */
-static const char *recent_format_name(const kvedge_session_layer *layer) {
-  return layer->last.config.capacity ? kvedge_format_of(layer->last.config.format)->name : "";
+static const char *recent_format_name(const kvedge_layer_config *config) {
+  return config->recent_format ? kvedge_format_of((kvedge_format)(config->recent_format - 1))->name : "";
 }
 
 /* The members of a JSON object, one after the other. */
@@ -352,8 +351,7 @@ static void put_if_other(members *m, const char *name, int64_t number, int64_t c
 /* What a layer has of its own; its number of members. */
 static int put_own(kvedge_output *out, const kvedge_session_layer *layer, const kvedge_session_layer *first,
                    const char *quote) {
-  const kvedge_layer_config own_stored = kvedge_stored_config(layer), common_stored = kvedge_stored_config(first);
-  const kvedge_layer_config *own = &own_stored, *common = &common_stored;
+  const kvedge_layer_config *own = &layer->config, *common = &first->config;
   const int has_scales = kvedge_has_scales(own), common_has_scales = kvedge_has_scales(common);
   members m = {.out = out, .quote = quote, .comma = ",", .colon = ":"};
   put_if_other(&m, "num_kv_heads", own->num_kv_heads, common->num_kv_heads);
@@ -370,9 +368,9 @@ static int put_own(kvedge_output *out, const kvedge_session_layer *layer, const 
       put_text(&m, "scale_dtype", scale_type_name(own->scale_type));
   }
   put_if_other(&m, "window", layer->window, 0);
-  put_if_other(&m, "recent", layer->recent, first->recent);
-  put_if_other(&m, "sinks", layer->sinks, first->sinks);
-  put_text_if_other(&m, "recent_dtype", recent_format_name(layer), recent_format_name(first));
+  put_if_other(&m, "recent", own->recent, common->recent);
+  put_if_other(&m, "sinks", own->sinks, common->sinks);
+  put_text_if_other(&m, "recent_dtype", recent_format_name(own), recent_format_name(common));
   put_if_other(&m, "dropped", layer->dropped, 0);
   return m.count;
 }
@@ -400,7 +398,7 @@ const char *kvedge_version_of(const kvedge_contents *contents) {
   if (contents->session->num_states) return "3";
   for (int i = 0; i < contents->session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
-    if (kvedge_in_runs(&layer)) return "2";
+    if (kvedge_in_runs(&layer.config)) return "2";
   }
   return "1";
 }
@@ -408,7 +406,7 @@ const char *kvedge_version_of(const kvedge_contents *contents) {
 void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, const char *digest) {
   const kvedge_session *session = contents->session;
   const kvedge_session_layer first = kvedge_contents_layer(contents, 0);
-  const kvedge_layer_config stored = kvedge_stored_config(&first), *config = &stored;
+  const kvedge_layer_config *config = &first.config;
   const int has_scales = kvedge_has_scales(config);
   members m = {.out = out, .quote = "\"", .comma = digest ? "," : ", ", .colon = digest ? ":" : ": "};
   kvedge_put_text(out, "{");
@@ -431,8 +429,10 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
   put_digits(&m, "max_seq_len", session->max_seq_len > 0, session->max_seq_len);
   put_digits(&m, "num_kv_heads", 1, config->num_kv_heads);
   put_digits(&m, "num_layers", 1, session->num_layers);
-  const int has_parts = *recent_format_name(&first) != 0;
-  if (has_parts) put_digits(&m, "recent", 1, first.recent), put_text(&m, "recent_dtype", recent_format_name(&first));
+  if (config->recent_format) {
+    put_digits(&m, "recent", 1, config->recent);
+    put_text(&m, "recent_dtype", recent_format_name(config));
+  }
   put_text(&m, "scale_dtype", has_scales ? scale_type_name(config->scale_type) : "");
   if (digest) {
     put_name(&m, "sha256");
@@ -440,7 +440,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
     kvedge_put(out, digest, KVEDGE_DIGEST);
     kvedge_put_text(out, "\"");
   }
-  if (has_parts) put_digits(&m, "sinks", 1, first.sinks);
+  if (config->recent_format) put_digits(&m, "sinks", 1, config->sinks);
   for (int i = 0; i < session->num_metadata; i++) {
     const kvedge_session_text *text = &session->metadata[i];
     kvedge_put_text(out, m.comma), kvedge_put_text(out, "\"user.");
@@ -466,6 +466,8 @@ static int take_into_digest(void *sha, const void *data, size_t bytes) {
   return 0;
 }
 
+void kvedge_put_data(kvedge_output *out, const kvedge_tensor *t) { kvedge_put(out, t->data, (size_t)t->bytes); }
+
 static void put_into_digest(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number,
                             const char *name) {
   kvedge_put_text(out, "[\"");
@@ -476,7 +478,7 @@ static void put_into_digest(kvedge_output *out, const kvedge_tensor *t, const ch
     kvedge_put_number(out, t->shape[d]);
   }
   kvedge_put_text(out, "]]");
-  kvedge_put(out, t->data, (size_t)t->bytes);
+  kvedge_put_data(out, t);
 }
 
 void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_DIGEST]) {

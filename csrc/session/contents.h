@@ -4,7 +4,12 @@
 #define KVEDGE_CONTENTS_H
 
 #include "session/output.h"
-#include "session/parts.h"
+#include "store/ranges.h"
+
+/* What a layer has in a file, each as four tensors: its rows, which have no bytes where tokens lie in runs; its first and last
+ * tokens, in recent_format; its runs. Rows also have the vectors of keys. */
+enum { OWN_ROWS, FIRST_TOKENS, LAST_TOKENS, RUNS, NUM_PARTS };
+enum { KEY_CODES, KEY_SCALES, VALUE_CODES, VALUE_SCALES, KEY_OFFSET, KEY_SCALE, NUM_COLUMNS };
 
 typedef struct {
   uint8_t part, column;
@@ -20,13 +25,13 @@ enum { KVEDGE_MAX_LAYERS = 4096, KVEDGE_MAX_HEADER = 100000000, KVEDGE_DIGEST = 
 
 typedef struct {
   const char *at[NUM_PARTS][NUM_COLUMNS]; /* NULL: not there */
+  int64_t num_first, num_last;            /* tokens, which is in no field of the metadata */
 } kvedge_layer_tensors;
 
 typedef struct {
   const kvedge_session *session;
   /* Where the tensors lie: in layers (then session->layers has no more than windows), or in a file. */
   kvedge_layer *const *layers;
-  const kvedge_session_parts *parts; /* beside layers; NULL: no layer has any */
   const kvedge_layer_tensors *tensors;
 } kvedge_contents;
 
@@ -41,6 +46,9 @@ typedef struct {
 
 /* All of a layer; of none, zeros. */
 kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int index);
+int kvedge_has_part(const kvedge_layer_config *config, int part);
+kvedge_layer_config kvedge_part_config(const kvedge_layer_config *config, int part); /* how its rows are stored */
+int64_t kvedge_part_tokens(const kvedge_contents *contents, int index, int part);
 kvedge_tensor kvedge_contents_tensor(const kvedge_contents *contents, int index, int part, int column);
 kvedge_tensor kvedge_state_tensor(const kvedge_session_state *state); /* of no bytes: there is no such array */
 
@@ -49,6 +57,8 @@ kvedge_tensor kvedge_state_tensor(const kvedge_session_state *state); /* of no b
 typedef void kvedge_take_tensor(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number,
                                 const char *name);
 void kvedge_each_tensor(const kvedge_contents *contents, int item_bytes, kvedge_take_tensor *take, kvedge_output *out);
+
+void kvedge_put_data(kvedge_output *out, const kvedge_tensor *t);
 
 /* Is the session one that kvedge writes? The sentence that says why not, or NULL. The configs are valid ones. */
 const char *kvedge_contents_fault(const kvedge_contents *contents);
@@ -82,7 +92,14 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
 /* SHA-256 of all but itself, as hexadecimal digits. */
 void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_DIGEST]);
 
-/* What of two layers has to be the same for the bytes of one to mean the same in the other. */
-int kvedge_same_rows(const kvedge_layer_config *a, const kvedge_layer_config *b);
+/* Tokens that a layer holds. */
+static inline int64_t kvedge_held_tokens(const kvedge_session *session, const kvedge_session_layer *layer) {
+  return session->length - layer->dropped;
+}
+
+/* The position of its first row: that of the first token, or of its run. */
+static inline int64_t kvedge_first_position(const kvedge_session_layer *layer) {
+  return kvedge_in_runs(&layer->config) ? layer->dropped & -KVEDGE_RUN : layer->dropped;
+}
 
 #endif

@@ -4,47 +4,30 @@
 #include <string.h>
 
 #include "session/reader.h"
-#include "store/layer.h"
 #include "system/float_mode.h"
 
 /* ---- Layers -------------------------------------------------------------------------------------------------------- */
 
-/* What is to be filled. */
-typedef struct {
-  kvedge_layer *const *layers;
-  kvedge_session_parts *parts;
-} targets;
-
-static kvedge_layer *layer_of(const targets *to, int index, int part) {
-  return kvedge_layer_of_part(to->layers, to->parts, index, part);
-}
-
-static kvedge_status check_part(const kvedge_session *session, const targets *to, int index, int part) {
-  const kvedge_session_part held = kvedge_part_of(session, &session->layers[index], part);
-  const kvedge_layer *layer = layer_of(to, index, part);
-  kvedge_layer_config config;
-  int64_t start;
-  if (!layer || !held.config.capacity) return layer || held.config.capacity ? KVEDGE_ERROR_ARGUMENT : KVEDGE_OK;
-  if (layer->last || kvedge_layer_range(layer, &start) > 0) return KVEDGE_ERROR_ARGUMENT;
-  for (int i = 0; i < index * NUM_PARTS + part; i++)
-    if (layer_of(to, i / NUM_PARTS, i % NUM_PARTS) == layer) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_layer_get_config(layer, &config);
-  if (!kvedge_same_rows(&config, &held.config)) return KVEDGE_ERROR_ARGUMENT;
-  return held.num_tokens > config.capacity - start ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
-}
-
-static kvedge_status check_layers(const kvedge_session *session, const targets *to) {
-  for (int i = 0; i < session->num_layers; i++)
-    for (int part = 0; part < NUM_PARTS; part++) {
-      const kvedge_status status = check_part(session, to, i, part);
-      if (status != KVEDGE_OK) return status;
-    }
+/* Are they different ones, empty, of the configs that the file tells, and with room? */
+static kvedge_status check_layers(const kvedge_session *session, kvedge_layer *const *layers) {
+  for (int i = 0; i < session->num_layers; i++) {
+    const kvedge_session_layer *of = &session->layers[i];
+    kvedge_layer_config config;
+    int64_t start;
+    if (!layers[i] || kvedge_layer_range(layers[i], &start) > 0) return KVEDGE_ERROR_ARGUMENT;
+    for (int j = 0; j < i; j++)
+      if (layers[j] == layers[i]) return KVEDGE_ERROR_ARGUMENT;
+    kvedge_layer_get_config(layers[i], &config);
+    if (!kvedge_stored_alike(&config, &of->config)) return KVEDGE_ERROR_ARGUMENT;
+    if (kvedge_has_ranges(layers[i])) start = 0; /* it is filled from the start of its arrays */
+    if (session->length - kvedge_first_position(of) > config.capacity - start) return KVEDGE_ERROR_CAPACITY;
+  }
   return KVEDGE_OK;
 }
 
 /* ---- Numbers ------------------------------------------------------------------------------------------------------- */
 
-/* Rows of one side of a layer, or of a part, as they lie in the file, and as many of them as
+/* Rows of one side of a part, as they lie in the file, and as many of them as
  * `room` has, where they are aligned. */
 typedef struct {
   const kvedge_format_info *format;
@@ -60,9 +43,8 @@ typedef struct {
 } room;
 
 static file_rows rows_of(const kvedge_contents *contents, int index, int part, int values) {
-  const kvedge_session *session = contents->session;
-  const kvedge_session_part held = kvedge_part_of(session, &session->layers[index], part);
-  const kvedge_layer_config *config = &held.config;
+  const kvedge_layer_config stored = kvedge_part_config(&contents->session->layers[index].config, part);
+  const kvedge_layer_config *config = &stored;
   const kvedge_tensor codes = kvedge_contents_tensor(contents, index, part, values ? VALUE_CODES : KEY_CODES);
   const kvedge_tensor scales = kvedge_contents_tensor(contents, index, part, values ? VALUE_SCALES : KEY_SCALES);
   const kvedge_format_info *format = kvedge_side_format(config, values);
@@ -89,7 +71,6 @@ static int64_t copy_rows(const file_rows *rows, int64_t row, int64_t most, room 
 
 static int rows_are_valid(const file_rows *rows) {
   room some;
-  if (rows->row_bytes == 0) return 1;
   if (rows->format->run_bytes) return rows->format->is_valid(&rows->shape, rows->codes, NULL, rows->num_rows);
   for (int64_t row = 0, n; row < rows->num_rows; row += n) {
     n = copy_rows(rows, row, INT64_MAX, &some);
@@ -140,9 +121,9 @@ static const char *part_fault(const kvedge_contents *contents, int index, int pa
   const file_rows keys = rows_of(contents, index, part, 0), values = rows_of(contents, index, part, 1);
   if (!rows_are_valid(&keys) || !rows_are_valid(&values)) return "a tensor holds codes or scales that no row has";
   const char *const *own = contents->tensors[index].at[OWN_ROWS];
-  const char *offset = kvedge_part_has(layer, part, KEY_OFFSET) ? own[KEY_OFFSET] : NULL;
-  const char *scale = kvedge_part_has(layer, part, KEY_SCALE) ? own[KEY_SCALE] : NULL;
-  if ((offset || scale) && keys.row_bytes && !keys_are_valid(&keys, layer->config.num_kv_heads, offset, scale))
+  const int is_mapped = part == OWN_ROWS || part == RUNS; /* first and last keys are stored as they are */
+  const char *offset = is_mapped ? own[KEY_OFFSET] : NULL, *scale = is_mapped ? own[KEY_SCALE] : NULL;
+  if ((offset || scale) && !keys_are_valid(&keys, layer->config.num_kv_heads, offset, scale))
     return "a key offset or key scale leads to keys beyond float32";
   return NULL;
 }
@@ -153,8 +134,9 @@ static const char *layer_fault(const kvedge_contents *contents, int index) {
   const char *fault = NULL;
   if (!vector_is_valid(&offset, 0)) return "a key offset is not finite";
   if (!vector_is_valid(&scale, 1)) return "a key scale is not finite and positive";
-  for (int part = 0; part < NUM_PARTS && !fault; part++)
-    if (contents->tensors[index].at[part][KEY_CODES]) fault = part_fault(contents, index, part);
+  const kvedge_layer_config *config = &contents->session->layers[index].config;
+  for (int part = kvedge_in_runs(config) ? FIRST_TOKENS : OWN_ROWS; part < NUM_PARTS && !fault; part++)
+    if (kvedge_has_part(config, part)) fault = part_fault(contents, index, part);
   return fault;
 }
 
@@ -175,38 +157,54 @@ static const char *state_fault(const kvedge_session_state *state) {
 
 /* ---- Filling ------------------------------------------------------------------------------------------------------- */
 
-static void copy_tensor(void *to, const kvedge_contents *contents, int index, int part, int column) {
-  const kvedge_tensor t = kvedge_contents_tensor(contents, index, part, column);
-  if (t.bytes > 0) memcpy(to, t.data, (size_t)t.bytes);
+/* Copies a part to rows of a layer from `row` on. */
+static void copy_part(const kvedge_contents *contents, int index, int part, kvedge_layer *to, int64_t row) {
+  for (int column = KEY_CODES; column <= VALUE_SCALES; column++) {
+    const kvedge_side *side = column == VALUE_CODES || column == VALUE_SCALES ? &to->values : &to->keys;
+    const kvedge_tensor t = kvedge_contents_tensor(contents, index, part, column);
+    if (!t.bytes) continue;
+    const int is_codes = column == KEY_CODES || column == VALUE_CODES;
+    memcpy(is_codes ? kvedge_codes_at(side, row) : kvedge_scales_at(side, row), t.data, (size_t)t.bytes);
+  }
 }
 
-static void fill_part(kvedge_layer *layer, const kvedge_contents *contents, int index, int part) {
-  const kvedge_session_layer *of = &contents->session->layers[index];
-  const kvedge_session_part held = kvedge_part_of(contents->session, of, part);
-  const size_t n = (size_t)held.config.num_kv_heads * (size_t)held.config.head_dim;
-  const int has_offset = kvedge_part_has(of, part, KEY_OFFSET), has_scale = kvedge_part_has(of, part, KEY_SCALE);
-  int64_t start;
-  kvedge_layer_range(layer, &start); /* 0 of runs */
-  copy_tensor(kvedge_codes_at(&layer->keys, start), contents, index, part, KEY_CODES);
-  copy_tensor(kvedge_scales_at(&layer->keys, start), contents, index, part, KEY_SCALES);
-  copy_tensor(kvedge_codes_at(&layer->values, start), contents, index, part, VALUE_CODES);
-  copy_tensor(kvedge_scales_at(&layer->values, start), contents, index, part, VALUE_SCALES);
-  if (has_offset) copy_tensor(layer->key_vectors, contents, index, OWN_ROWS, KEY_OFFSET);
-  if (has_scale) copy_tensor(layer->key_vectors + n, contents, index, OWN_ROWS, KEY_SCALE);
-  layer->keys.offset = has_offset ? layer->key_vectors : NULL;
-  layer->keys.scale = has_scale ? layer->key_vectors + n : NULL;
-  kvedge_layer_set_len(layer, held.num_tokens);
+static void fill_layer(kvedge_layer *layer, const kvedge_contents *contents, int index) {
+  const kvedge_session *session = contents->session;
+  const kvedge_session_layer *of = &session->layers[index];
+  const char *const *own = contents->tensors[index].at[OWN_ROWS];
+  const size_t n = (size_t)of->config.num_kv_heads * (size_t)of->config.head_dim;
+  if (of->has_key_offset) memcpy(layer->key_vectors, own[KEY_OFFSET], n * sizeof(float));
+  if (of->has_key_scale) memcpy(layer->key_vectors + n, own[KEY_SCALE], n * sizeof(float));
+  layer->keys.offset = of->has_key_offset ? layer->key_vectors : NULL;
+  layer->keys.scale = of->has_key_scale ? layer->key_vectors + n : NULL;
+  if (!kvedge_has_ranges(layer)) {
+    int64_t start;
+    kvedge_layer_range(layer, &start);
+    copy_part(contents, index, OWN_ROWS, layer, start);
+    kvedge_layer_set_len(layer, kvedge_held_tokens(session, of));
+    return;
+  }
+  const int64_t first = kvedge_first_position(of), stop = session->length - first;
+  const int64_t last = stop - kvedge_part_tokens(contents, index, LAST_TOKENS);
+  const kvedge_ranges ranges = {.start = of->dropped - first,
+                                .stop = stop,
+                                .last_from = last,
+                                .last_row = last,
+                                .num_first = kvedge_part_tokens(contents, index, FIRST_TOKENS),
+                                .first_stop = of->config.sinks};
+  copy_part(contents, index, kvedge_in_runs(&of->config) ? RUNS : OWN_ROWS, layer, 0);
+  copy_part(contents, index, FIRST_TOKENS, layer->first, 0);
+  copy_part(contents, index, LAST_TOKENS, layer->last, 0);
+  kvedge_layer_set_ranges(layer, &ranges);
 }
 
-kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers,
-                                  kvedge_session_parts *parts, const char **why) {
+kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers, const char **why) {
   KVEDGE_FLOAT_MODE;
   if (why) *why = NULL;
   if (!reader || (!layers && reader->session.num_layers)) return KVEDGE_ERROR_ARGUMENT;
   const kvedge_contents contents = {.session = &reader->session, .tensors = reader->tensors};
-  const targets to = {layers, parts};
   const int num_layers = reader->session.num_layers;
-  const kvedge_status status = check_layers(&reader->session, &to);
+  const kvedge_status status = check_layers(&reader->session, layers);
   if (status != KVEDGE_OK) return status;
   char digest[KVEDGE_DIGEST];
   kvedge_contents_digest(&contents, digest);
@@ -216,10 +214,6 @@ kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_la
   for (int i = 0; i < reader->session.num_states && !fault; i++) fault = state_fault(&reader->session.states[i]);
   if (why) *why = fault;
   if (fault) return KVEDGE_ERROR_FILE;
-  for (int i = 0; i < num_layers; i++) {
-    for (int part = 0; part < NUM_PARTS; part++)
-      if (layer_of(&to, i, part)) fill_part(layer_of(&to, i, part), &contents, i, part);
-    if (parts) parts[i].runs_position = kvedge_runs_begin(&reader->session.layers[i]);
-  }
+  for (int i = 0; i < num_layers; i++) fill_layer(layers[i], &contents, i);
   return KVEDGE_OK;
 }

@@ -155,32 +155,22 @@ static const kvedge_format_info *any_format_named(const char *name) {
   return format_named(name);
 }
 
-/* Of keys; until complete_parts the config says how tokens are stored, runs included. */
+/* Of keys. */
 static int read_format(const char *name, kvedge_layer_config *config) {
   const kvedge_format_info *format = any_format_named(name);
   if (format) config->format = format->id;
   return format != NULL;
 }
 
-/* That of first and last tokens; "": there are none. */
-static int read_recent_format(const char *name, kvedge_session_layer *layer) {
+/* That of first and last tokens; "": there are none. Layers have three of them only: config_fault. */
+static int read_recent_format(const char *name, kvedge_layer_config *config) {
   const kvedge_format_info *format = format_named(name);
-  layer->last.config.format = format ? format->id : (kvedge_format)0;
-  layer->last.config.capacity = format != NULL;
+  config->recent_format = format ? KVEDGE_RECENT(format->id) : 0;
   return format || !*name;
 }
 
-/* The configs of parts, and of the layer's own rows, once it is known how tokens are stored. */
-static void complete_parts(kvedge_session_layer *layer) {
-  const kvedge_layer_config stored = layer->config;
-  layer->first = layer->runs = (kvedge_session_part){0};
-  if (layer->last.config.capacity) {
-    layer->last.config = kvedge_precise_config(&stored, layer->last.config.format);
-    layer->first = layer->last;
-  }
-  if (!kvedge_makes_runs(&stored)) return;
-  layer->runs.config = kvedge_runs_config(&stored);
-  layer->config.format = KVEDGE_NO_ROWS, layer->config.value_format = 0;
+static int widest_row(const kvedge_layer_config *config) {
+  return config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
 }
 
 static int scale_type_named(const char *name, kvedge_scale_type *type) {
@@ -188,11 +178,18 @@ static int scale_type_named(const char *name, kvedge_scale_type *type) {
   return *type == KVEDGE_SCALE_FLOAT16 || !strcmp(name, "float32");
 }
 
-/* Can a layer be made for so many tokens of this config, which leaves nothing open? Then their bytes fit into a size_t. */
-static int is_config(kvedge_layer_config *config, int64_t tokens) {
+/* Why no layer can be made for so many tokens of this config, which leaves nothing open; NULL: one can, and the bytes of all its
+ * tokens fit into a size_t. */
+static const char *config_fault(kvedge_layer_config *config, int64_t tokens) {
+  const int recent = config->recent_format;
   config->capacity = tokens > 0 ? tokens : 1;
-  return config->value_head_dim > 0 && config->group_size > 0 && config->group_size <= kvedge_widest_row(config) &&
-         kvedge_layer_bytes(config) > 0;
+  if (recent && recent != KVEDGE_RECENT(KVEDGE_FLOAT32) && recent != KVEDGE_RECENT(KVEDGE_FLOAT16) &&
+      recent != KVEDGE_RECENT(KVEDGE_BFLOAT16))
+    return "its recent_dtype is not float32, float16 or bfloat16: only Python reads it";
+  if (config->value_head_dim > 0 && config->group_size > 0 && config->group_size <= widest_row(config) &&
+      kvedge_layer_bytes(config) > 0)
+    return NULL;
+  return "its metadata makes no layer";
 }
 
 /* "": that of the keys. */
@@ -229,16 +226,15 @@ static const char *read_first_layer(header *head) {
     if (!scale_type_named(head->field[SCALE_DTYPE], &config->scale_type)) return "its scale_dtype is unknown";
   } else {
     if (*head->field[GROUP_SIZE] || *head->field[SCALE_DTYPE]) return "it gives scales to rows that have none";
-    config->group_size = kvedge_widest_row(config);
+    config->group_size = widest_row(config);
   }
   if (head->has[RECENT] || head->has[SINKS] || head->has[RECENT_DTYPE]) {
-    if (!small_number_of(head->field[RECENT], &head->first.recent) ||
-        !small_number_of(head->field[SINKS], &head->first.sinks) || !*head->field[RECENT_DTYPE] ||
-        !read_recent_format(head->field[RECENT_DTYPE], &head->first))
+    if (!small_number_of(head->field[RECENT], &config->recent) ||
+        !small_number_of(head->field[SINKS], &config->sinks) || !*head->field[RECENT_DTYPE] ||
+        !read_recent_format(head->field[RECENT_DTYPE], config))
       return "its recent, sinks or recent_dtype is missing, or none of kvedge's";
   }
-  complete_parts(&head->first);
-  return is_config(config, 1) ? NULL : "its metadata makes no layer";
+  return config_fault(config, 1);
 }
 
 /* Of a file that holds states alone: zeros, as kvedge_put_metadata writes them, and no more. */
@@ -442,7 +438,7 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
   if (is_text ? !read_text(json, text, sizeof text) : !kvedge_json_number(json, &number)) return 0;
   kvedge_layer_config *config = &layer->config;
   if (!strcmp(name, "dtype")) return read_format(text, config);
-  if (!strcmp(name, "recent_dtype")) return is_text && read_recent_format(text, layer);
+  if (!strcmp(name, "recent_dtype")) return is_text && read_recent_format(text, config);
   if (!strcmp(name, "value_dtype")) return is_text && read_value_format(text, config);
   if (!strcmp(name, "value_rotation")) return is_text && read_rotation(text, config);
   if (!strcmp(name, "scale_dtype")) return memcpy(scale_type, text, sizeof text), is_text;
@@ -452,8 +448,8 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
   int *const to = !strcmp(name, "num_kv_heads")     ? &config->num_kv_heads
                   : !strcmp(name, "head_dim")       ? &config->head_dim
                   : !strcmp(name, "value_head_dim") ? &config->value_head_dim
-                  : !strcmp(name, "recent")         ? &layer->recent
-                  : !strcmp(name, "sinks")          ? &layer->sinks
+                  : !strcmp(name, "recent")         ? &config->recent
+                  : !strcmp(name, "sinks")          ? &config->sinks
                   : !strcmp(name, "group_size")     ? group_size
                                                     : NULL;
   if (to) *to = (int)number;
@@ -461,12 +457,12 @@ static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_s
 }
 
 static int read_own_layer(kvedge_json *json, const header *head, kvedge_session_layer *layer) {
-  const kvedge_layer_config first = kvedge_stored_config(&head->first);
-  const int first_has_scales = kvedge_has_scales(&first);
-  int group_size = first_has_scales ? first.group_size : 0; /* 0: written as "" */
+  const kvedge_layer_config *first = &head->first.config;
+  const int first_has_scales = kvedge_has_scales(first);
+  int group_size = first_has_scales ? first->group_size : 0; /* 0: written as "" */
   char scale_type[12] = "";
-  if (first_has_scales) strcpy(scale_type, first.scale_type ? "float16" : "float32");
-  *layer = head->first, layer->config = first;
+  if (first_has_scales) strcpy(scale_type, first->scale_type ? "float16" : "float32");
+  *layer = head->first;
   if (!kvedge_json_next(json, '{')) return 0;
   if (!kvedge_json_next(json, '}')) {
     do
@@ -479,9 +475,8 @@ static int read_own_layer(kvedge_json *json, const header *head, kvedge_session_
     config->group_size = group_size;
     if (!scale_type_named(scale_type, &config->scale_type)) return 0;
   } else {
-    config->group_size = kvedge_widest_row(config), config->scale_type = KVEDGE_SCALE_FLOAT32;
+    config->group_size = widest_row(config), config->scale_type = KVEDGE_SCALE_FLOAT32;
   }
-  complete_parts(layer);
   return 1;
 }
 
@@ -505,8 +500,9 @@ static const char *read_layers(const header *head, places *p) {
     *layer = head->first;
     if (head->has[LAYERS] && (!kvedge_json_next(&json, i ? ',' : '[') || !read_own_layer(&json, head, layer)))
       return "its layers are not as kvedge writes them";
-    if (layer->dropped > session.length || !is_config(&layer->config, kvedge_held_tokens(&session, layer)))
-      return "its metadata makes no layers";
+    if (layer->dropped > session.length) return "a layer has dropped more tokens than there are";
+    const char *fault = config_fault(&layer->config, session.length - kvedge_first_position(layer));
+    if (fault) return fault;
   }
   session.layers = p->layers;
   const kvedge_contents contents = {.session = &session};
@@ -558,9 +554,10 @@ static const char *entry_fault(const entry *e, const kvedge_tensor *t, uint64_t 
   return NULL;
 }
 
-/* How many tokens the parts hold is in no field: as many as the codes of their keys. */
-static const char *read_parts(const header *head, places *p, const kvedge_session *session) {
+/* How many first and last tokens a layer has is in no field: as many as the codes of their keys. */
+static const char *count_tokens(const header *head, places *p, const kvedge_session *session) {
   kvedge_json json = head->entries;
+  memset(p->tensors, 0, (size_t)session->num_layers * sizeof *p->tensors);
   while (kvedge_json_next(&json, ',')) {
     int index;
     entry e;
@@ -569,21 +566,17 @@ static const char *read_parts(const header *head, places *p, const kvedge_sessio
     if (!name) return "it has a tensor that no layer has";
     const char *fault = read_entry(&json, &e);
     if (fault) return fault;
-    if (*state.name) continue;
-    if (name->column == KEY_CODES && name->part == FIRST_TOKENS) p->layers[index].first.num_tokens = e.shape[0];
-    if (name->column == KEY_CODES && name->part == LAST_TOKENS) p->layers[index].last.num_tokens = e.shape[0];
+    if (*state.name || name->column != KEY_CODES) continue;
+    if (name->part == FIRST_TOKENS) p->tensors[index].num_first = e.shape[0];
+    if (name->part == LAST_TOKENS) p->tensors[index].num_last = e.shape[0];
   }
+  enum { ROOM = 64 }; /* last tokens that files may hold beside those that are kept */
   for (int i = 0; i < session->num_layers; i++) {
-    kvedge_session_layer *layer = &p->layers[i];
-    if (layer->first.num_tokens > kvedge_most_first(session, layer) ||
-        layer->last.num_tokens > kvedge_most_last(session, layer))
+    const kvedge_session_layer *layer = &session->layers[i];
+    const int64_t kept = kvedge_kept_rows(&layer->config), num_last = p->tensors[i].num_last;
+    if (p->tensors[i].num_first > layer->config.sinks || p->tensors[i].num_first > kvedge_held_tokens(session, layer) ||
+        num_last > (kept ? kept + ROOM : 0) || num_last > session->length - kvedge_first_position(layer))
       return "a layer has more first or last tokens than its metadata says";
-    if (kvedge_in_runs(layer)) layer->runs.num_tokens = kvedge_tokens_of_runs(session, layer);
-    const int64_t runs = (layer->runs.num_tokens + KVEDGE_RUN - 1) / KVEDGE_RUN;
-    if ((layer->last.config.capacity && (!is_config(&layer->first.config, layer->first.num_tokens) ||
-                                         !is_config(&layer->last.config, layer->last.num_tokens))) ||
-        (kvedge_in_runs(layer) && !is_config(&layer->runs.config, (runs ? runs : 1) * KVEDGE_RUN)))
-      return "its metadata makes no layers";
   }
   return NULL;
 }
@@ -611,13 +604,12 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
   kvedge_json json = head->entries;
   uint64_t offset = 0;
   int num_states = 0;
-  memset(p->tensors, 0, (size_t)session->num_layers * sizeof *p->tensors);
   while (kvedge_json_next(&json, ',')) {
     int index;
     entry e;
     kvedge_session_state state;
     const kvedge_tensor_name *name =
-        read_tensor_name(&json, session->num_layers, &index, &state); /* as read_parts has seen */
+        read_tensor_name(&json, session->num_layers, &index, &state); /* as count_tokens has seen */
     if (*state.name) {
       read_entry(&json, &e);
       if (num_states == head->num_states) return "it has a state, which its version does not hold";
@@ -629,9 +621,8 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
     const char **at = &p->tensors[index].at[name->part][name->column];
     if (*at) return "it has a tensor twice";
     const kvedge_session_layer *layer = &session->layers[index];
-    if (!kvedge_part_of(session, layer, name->part).config.capacity) return "it has a tensor that no layer has";
-    const kvedge_layer_config stored = kvedge_stored_config(layer);
-    if (name->column == KEY_OFFSET && !kvedge_side_format(&stored, 0)->has_scales)
+    if (!kvedge_has_part(&layer->config, name->part)) return "it has a tensor that no layer has";
+    if (name->column == KEY_OFFSET && !kvedge_side_format(&layer->config, 0)->has_scales)
       return "it has a key offset of rows without scales";
     const kvedge_tensor t = kvedge_contents_tensor(&contents, index, name->part, name->column);
     read_entry(&json, &e);
@@ -648,12 +639,11 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
   for (int i = 0; i < session->num_layers; i++) {
     kvedge_session_layer *layer = &p->layers[i];
     for (int part = 0; part < NUM_PARTS; part++)
-      for (int column = 0; column < KEY_OFFSET && kvedge_part_of(session, layer, part).config.capacity; column++)
+      for (int column = 0; column < KEY_OFFSET && kvedge_has_part(&layer->config, part); column++)
         if (!p->tensors[i].at[part][column]) return "a tensor is missing";
     layer->has_key_offset = p->tensors[i].at[OWN_ROWS][KEY_OFFSET] != NULL;
     layer->has_key_scale = p->tensors[i].at[OWN_ROWS][KEY_SCALE] != NULL;
-    const kvedge_layer_config stored = kvedge_stored_config(layer);
-    if (layer->has_key_scale && kvedge_is_of_runs(kvedge_side_format(&stored, 0)))
+    if (layer->has_key_scale && kvedge_is_of_runs(kvedge_side_format(&layer->config, 0)))
       return "it has a key scale of keys in runs";
   }
   if (num_states > 0) qsort(p->states, (size_t)num_states, sizeof *p->states, by_layer);
@@ -699,7 +689,7 @@ kvedge_status kvedge_session_read(const void *data, size_t bytes, void *memory, 
   if (head.num_user > 0) read_user_metadata(&head, &p);
   fault = read_layers(&head, &p);
   if (!fault) fault = kvedge_contents_fault(&(kvedge_contents){.session = session});
-  if (!fault) fault = read_parts(&head, &p, session);
+  if (!fault) fault = count_tokens(&head, &p, session);
   if (!fault) fault = read_tensors(&head, &p, session);
   if (!fault) *out = p.reader;
   return status_of(fault, why);

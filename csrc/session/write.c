@@ -2,54 +2,20 @@
 #include <string.h>
 
 #include "session/contents.h"
-#include "store/layer.h"
-
-/* Are the vectors of keys that a part has those which a file leads to? */
-static int keys_are_alike(const kvedge_contents *contents, int index, const kvedge_session_layer *layer, int part) {
-  const kvedge_layer *own = contents->layers[index];
-  const kvedge_layer *of = kvedge_layer_of_part(contents->layers, contents->parts, index, part);
-  const size_t bytes = (size_t)own->config.num_kv_heads * (size_t)own->config.head_dim * sizeof(float);
-  for (int column = KEY_OFFSET; column <= KEY_SCALE; column++) {
-    const float *expected = column == KEY_OFFSET ? own->keys.offset : own->keys.scale;
-    const float *vector = column == KEY_OFFSET ? of->keys.offset : of->keys.scale;
-    if (!kvedge_part_has(layer, part, column)) expected = NULL;
-    if (!expected != !vector || (vector && memcmp(vector, expected, bytes))) return 0;
-  }
-  return 1;
-}
-
-/* Are they parts of such a layer, with all the tokens of their own? */
-static int parts_can_be_written(const kvedge_contents *contents, int index, const kvedge_session_layer *layer) {
-  if (!contents->parts || !contents->parts[index].last) return 1;
-  const kvedge_session_parts *parts = &contents->parts[index];
-  const kvedge_format format = layer->last.config.format;
-  if ((unsigned)format >= KVEDGE_NUM_FORMATS) return 0;
-  const kvedge_layer_config stored = kvedge_stored_config(layer), precise = kvedge_precise_config(&stored, format);
-  if (!kvedge_same_rows(&layer->first.config, &precise) || !kvedge_same_rows(&layer->last.config, &precise)) return 0;
-  if (!keys_are_alike(contents, index, layer, FIRST_TOKENS) || !keys_are_alike(contents, index, layer, LAST_TOKENS))
-    return 0;
-  if (!parts->runs) return 1;
-  const kvedge_layer_config runs = kvedge_runs_config(&stored);
-  const int64_t before = kvedge_runs_begin(layer) - parts->runs_position; /* runs that are not written */
-  return kvedge_same_rows(&layer->runs.config, &runs) && keys_are_alike(contents, index, layer, RUNS) &&
-         parts->runs_position >= 0 && before >= 0 && before % KVEDGE_RUN == 0 &&
-         kvedge_layer_len(parts->runs) - before >= layer->runs.num_tokens;
-}
 
 static int can_be_written(const kvedge_contents *contents) {
   const kvedge_session *session = contents->session;
   if (!session || session->num_layers < 0 || session->num_layers > KVEDGE_MAX_LAYERS) return 0;
   if (session->num_layers > 0 && !contents->layers) return 0;
-  for (int i = 0; i < session->num_layers; i++) {
-    const kvedge_session_parts *parts = contents->parts ? &contents->parts[i] : NULL;
-    if (!contents->layers[i] || contents->layers[i]->last) return 0; /* files of ranges are written as parts */
-    if (parts && (!parts->first != !parts->last || (parts->runs && !parts->last))) return 0;
-  }
+  for (int i = 0; i < session->num_layers; i++)
+    if (!contents->layers[i]) return 0;
   if (kvedge_contents_fault(contents) || kvedge_states_fault(session)) return 0;
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
-    if (kvedge_layer_len(contents->layers[i]) < kvedge_held_tokens(session, &layer)) return 0;
-    if (!parts_can_be_written(contents, i, &layer)) return 0;
+    int64_t start;
+    if (kvedge_layer_range(contents->layers[i], &start) < kvedge_held_tokens(session, &layer)) return 0;
+    /* Runs begin at multiples of 32 rows, and of 32 positions. */
+    if (kvedge_in_runs(&layer.config) && (start - layer.dropped) % KVEDGE_RUN) return 0;
   }
   return 1;
 }
@@ -92,7 +58,7 @@ static void put_header(header_output *header, const kvedge_contents *contents, c
 
 static void put_tensor(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number, const char *name) {
   (void)folder, (void)number, (void)name;
-  kvedge_put(out, t->data, (size_t)t->bytes);
+  kvedge_put_data(out, t);
 }
 
 /* Bytes of the header; *tensors: of what follows it. */
@@ -104,18 +70,17 @@ static uint64_t header_bytes(const kvedge_contents *contents, uint64_t *tensors)
   return header.out.written;
 }
 
-size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers,
-                            const kvedge_session_parts *parts) {
-  const kvedge_contents contents = {.session = session, .layers = layers, .parts = parts};
+size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers) {
+  const kvedge_contents contents = {.session = session, .layers = layers};
   uint64_t tensors;
   if (!can_be_written(&contents)) return 0;
   const uint64_t header = header_bytes(&contents, &tensors), bytes = 8 + header + tensors;
   return header > KVEDGE_MAX_HEADER || bytes > SIZE_MAX ? 0 : (size_t)bytes;
 }
 
-kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers,
-                                   const kvedge_session_parts *parts, kvedge_session_sink sink, void *context) {
-  const kvedge_contents contents = {.session = session, .layers = layers, .parts = parts};
+kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers, kvedge_session_sink sink,
+                                   void *context) {
+  const kvedge_contents contents = {.session = session, .layers = layers};
   uint64_t tensors;
   char digest[KVEDGE_DIGEST];
   if (!sink || !can_be_written(&contents)) return KVEDGE_ERROR_ARGUMENT;

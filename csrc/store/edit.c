@@ -42,17 +42,17 @@ kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, 
 
 /* ---- Copies ---------------------------------------------------------------------------------- */
 
-static int stored_alike(const kvedge_layer_config *one, const kvedge_layer_config *other) {
-  return one->format == other->format && one->value_format == other->value_format &&
-         one->scale_type == other->scale_type && one->num_kv_heads == other->num_kv_heads &&
-         one->head_dim == other->head_dim && one->value_head_dim == other->value_head_dim &&
-         one->group_size == other->group_size && one->value_rotation == other->value_rotation &&
-         one->recent == other->recent && one->sinks == other->sinks && one->recent_format == other->recent_format;
+int kvedge_stored_alike(const kvedge_layer_config *a, const kvedge_layer_config *b) {
+  if (a->format != b->format || kvedge_side_format(a, 1) != kvedge_side_format(b, 1)) return 0;
+  if (a->num_kv_heads != b->num_kv_heads || a->value_rotation != b->value_rotation) return 0;
+  if (a->head_dim != b->head_dim || a->value_head_dim != b->value_head_dim) return 0;
+  if (a->recent != b->recent || a->sinks != b->sinks || a->recent_format != b->recent_format) return 0;
+  return !kvedge_has_scales(a) || (a->group_size == b->group_size && a->scale_type == b->scale_type);
 }
 
 kvedge_status kvedge_layer_copy(const kvedge_layer *from, kvedge_layer *to) {
   KVEDGE_FLOAT_MODE;
-  if (!from || !to || from == to || kvedge_layer_len(to) > 0 || !stored_alike(&from->config, &to->config))
+  if (!from || !to || from == to || kvedge_layer_len(to) > 0 || !kvedge_stored_alike(&from->config, &to->config))
     return KVEDGE_ERROR_ARGUMENT;
   int64_t row;
   const int64_t len = kvedge_layer_range(from, &row);

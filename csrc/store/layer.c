@@ -22,8 +22,7 @@ static int complete_ranges(kvedge_layer_config *config) {
   if (config->recent_format == 0 && !config->recent && !config->sinks) return config->recent_room == 0;
   if (config->recent_format == 0) config->recent_format = KVEDGE_RECENT(KVEDGE_FLOAT16);
   const int format = config->recent_format - 1;
-  if (format != KVEDGE_FLOAT32 && format != KVEDGE_FLOAT16 && format != KVEDGE_BFLOAT16) return 0;
-  return config->format != KVEDGE_NO_ROWS;
+  return format == KVEDGE_FLOAT32 || format == KVEDGE_FLOAT16 || format == KVEDGE_BFLOAT16;
 }
 
 /* Fills in what the config leaves open; 0 if it is not valid. */
@@ -281,7 +280,7 @@ void kvedge_layer_destroy(kvedge_layer *layer) {
 kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *offset) {
   KVEDGE_FLOAT_MODE;
   if (!layer || kvedge_layer_len(layer) > 0) return KVEDGE_ERROR_ARGUMENT;
-  if (!layer->keys.format->has_scales && layer->keys.format->id != KVEDGE_NO_ROWS) return KVEDGE_ERROR_ARGUMENT;
+  if (!layer->keys.format->has_scales) return KVEDGE_ERROR_ARGUMENT;
   const size_t n = key_vector_size(&layer->config);
   if (offset) {
     if (kvedge_active()->rows->abs_max_bits(offset, n) >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;

@@ -74,6 +74,9 @@ static inline void kvedge_copy_tokens(const kvedge_layer *from, int64_t row, kve
   kvedge_copy_rows(&from->values, row, &to->values, at, num_tokens);
 }
 
+/* Do the bytes of one layer mean the same in another? Of configs that are complete. */
+int kvedge_stored_alike(const kvedge_layer_config *a, const kvedge_layer_config *b);
+
 /* Can it turn heads of so many channels? */
 int kvedge_is_rotation(const kvedge_rotation *rotation, int head_dim);
 

@@ -19,13 +19,9 @@ enum {
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static int is_in_runs(const kvedge_layer_config *config) {
-  return kvedge_is_of_runs(kvedge_side_format(config, 0)) || kvedge_is_of_runs(kvedge_side_format(config, 1));
-}
-
 int64_t kvedge_kept_rows(const kvedge_layer_config *config) {
   if (config->recent_format == 0) return 0;
-  const int64_t recent = is_in_runs(config) ? larger(config->recent, KVEDGE_RUN) : config->recent;
+  const int64_t recent = kvedge_in_runs(config) ? larger(config->recent, KVEDGE_RUN) : config->recent;
   return recent ? recent + DRAFT : 0;
 }
 
@@ -122,7 +118,7 @@ int kvedge_parts_of_ranges(const kvedge_layer *layer, const kvedge_ranges *r, in
   int64_t tail = larger(larger(row, r->last_from), recent ? query_row - recent + 1 : stop);
   tail = smaller(tail, stop);
   /* Of runs, all behind the last one is read here; stop_of_runs(r->stop, ...) where the moment is later than the call. */
-  if (is_in_runs(&layer->config)) tail = smaller(tail, larger(row, stop_of_runs(r->stop, r->last_from)));
+  if (kvedge_in_runs(&layer->config)) tail = smaller(tail, larger(row, stop_of_runs(r->stop, r->last_from)));
   int64_t sinks = row;
   if (r->first_row <= row && !(tail <= r->first_row + r->num_first && r->last_from <= row))
     sinks = larger(row, smaller(stop, r->first_row + r->num_first));
@@ -201,7 +197,7 @@ static kvedge_status check_side(const kvedge_layer *layer, int values, const kve
   float *bound_of_last = values ? &layer->last->checked.values : &layer->last->checked.keys;
   *bound_of_last = last->format->bound_of(&last->shape, most);
   if (isinf(*bound_of_last)) return KVEDGE_ERROR_SCALE;
-  const int in_runs = is_in_runs(&layer->config);
+  const int in_runs = kvedge_in_runs(&layer->config);
   if (!in_runs && is_mapped(side)) return kvedge_rows_check(side, rows, num_tokens, bound);
   if (in_runs) {
     most = rounded(last, most);
@@ -314,7 +310,7 @@ static void append_first(kvedge_layer *layer, kvedge_ranges *now, const kvedge_a
 static void append_last(kvedge_layer *layer, kvedge_ranges *now, const kvedge_array *keys, const kvedge_array *values,
                         int64_t num_tokens) {
   const int64_t stop = now->stop, end = stop + num_tokens, room = room_of(layer);
-  const int64_t run = is_in_runs(&layer->config) ? KVEDGE_RUN : 1, cut = stop & -run;
+  const int64_t run = kvedge_in_runs(&layer->config) ? KVEDGE_RUN : 1, cut = stop & -run;
   const int64_t kept = (layer->config.recent ? stop : end) - kvedge_kept_rows(&layer->config);
   if (now->last_from > cut) { /* the layer went back further than its last tokens reach */
     const int64_t rest = smaller(now->last_from, stop);
@@ -344,7 +340,7 @@ void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const k
   append_first(layer, &now, keys, values, num_tokens);
   if (room_of(layer)) append_last(layer, &now, keys, values, num_tokens);
   else now.last_from = end;
-  if (is_in_runs(&layer->config)) {
+  if (kvedge_in_runs(&layer->config)) {
     kvedge_raise_written(layer, larger(stop & -KVEDGE_RUN, end & -KVEDGE_RUN));
   } else {
     store_tokens(layer, keys, values, 0, stop, num_tokens);
@@ -382,7 +378,7 @@ kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *
   if (r->last_from < r->stop && (r->last_row > r->last_from || r->stop - r->last_row > room))
     return KVEDGE_ERROR_ARGUMENT;
   if (r->num_first < 0 || r->num_first > layer->config.sinks || r->first_row < 0) return KVEDGE_ERROR_ARGUMENT;
-  const int in_runs = is_in_runs(&layer->config);
+  const int in_runs = kvedge_in_runs(&layer->config);
   const int64_t encoded = !in_runs || r->last_from > whole ? r->stop : whole;
   kvedge_quiesce();
   layer->written = (encoded + KVEDGE_RUN - 1) & -KVEDGE_RUN;
@@ -407,7 +403,7 @@ void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kve
   kvedge_copy_bounds(from->last, layer->last);
   kvedge_copy_bounds(from, layer);
   layer->written = written - row;
-  if (is_in_runs(&layer->config)) {
+  if (kvedge_in_runs(&layer->config)) {
     const int64_t whole = written & -KVEDGE_RUN, cut = stop_of_runs(r->stop, r->last_from);
     layer->written = larger(whole, (cut + KVEDGE_RUN - 1) & -KVEDGE_RUN) - row;
   }
@@ -426,7 +422,7 @@ void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kve
 void kvedge_ranges_compact(kvedge_layer *layer) {
   int64_t last_written;
   kvedge_ranges r = kvedge_ranges_written(layer, &last_written);
-  const int64_t by = is_in_runs(&layer->config) ? r.start & -KVEDGE_RUN : r.start;
+  const int64_t by = kvedge_in_runs(&layer->config) ? r.start & -KVEDGE_RUN : r.start;
   if (by == 0) return;
   kvedge_quiesce();
   kvedge_copy_tokens(layer, by, layer, 0, layer->written - by);

@@ -538,9 +538,9 @@ static void session(team *t, arena *a, const kvedge_allocator *allocator) {
   }
   const kvedge_session saved = {
       .num_layers = SAVED, .length = 420, .layers = of_layers, .metadata = &note, .num_metadata = 1};
-  const size_t size = kvedge_session_bytes(&saved, held, NULL);
+  const size_t size = kvedge_session_bytes(&saved, held);
   buffer file = {.data = take(a, size), .room = size};
-  if (!OK(kvedge_session_write(&saved, held, NULL, to_buffer, &file))) return;
+  if (!OK(kvedge_session_write(&saved, held, to_buffer, &file))) return;
   CHECK(size > 0 && file.used == size);
 
   size_t needed;
@@ -561,7 +561,7 @@ static void session(team *t, arena *a, const kvedge_allocator *allocator) {
       CHECK(told->layers[i].window == layers[i].window && told->layers[i].has_key_offset == layers[i].offset);
       OK(kvedge_layer_create_with(&config, allocator, &loaded[i]));
     }
-    const kvedge_status status = kvedge_session_load(reader, loaded, NULL, &why);
+    const kvedge_status status = kvedge_session_load(reader, loaded, &why);
     CHECK(status == (round ? KVEDGE_OK : KVEDGE_ERROR_FILE) && (round || why));
     if (!round) {
       for (int i = 0; i < SAVED; i++) CHECK(kvedge_layer_len(loaded[i]) == 0), kvedge_layer_destroy(loaded[i]);

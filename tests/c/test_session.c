@@ -45,21 +45,24 @@ static void test_sha256(void) {
 
 /* ---- Sessions ------------------------------------------------------------------------------------------------------- */
 
-enum { MAX_LAYERS = 12 };
+enum { MAX_LAYERS = 12, MOST_TOKENS = 500 };
 
 typedef struct {
   kvedge_session session;
   kvedge_session_layer own[MAX_LAYERS];
   kvedge_layer *layers[MAX_LAYERS];
-  kvedge_session_parts parts[MAX_LAYERS];
 } sample;
 
-static block write_file(const kvedge_session *session, kvedge_layer *const *layers, const kvedge_session_parts *parts) {
-  block file = new_block(kvedge_session_bytes(session, layers, parts));
+static block write_file(const kvedge_session *session, kvedge_layer *const *layers) {
+  block file = new_block(kvedge_session_bytes(session, layers));
   buffer to = {file.data, 0, file.size};
-  if (kvedge_session_write(session, layers, parts, take, &to) != KVEDGE_OK || to.bytes != file.size)
+  if (kvedge_session_write(session, layers, take, &to) != KVEDGE_OK || to.bytes != file.size)
     fail("a file of %zu bytes was written as %zu", file.size, to.bytes);
   return file;
+}
+
+static void append_tokens(kvedge_layer *layer, const float *keys, const float *values, int tokens) {
+  if (kvedge_layer_append(layer, keys, values, tokens) != KVEDGE_OK) fail("append");
 }
 
 static kvedge_layer *new_layer(kvedge_layer_config config, int tokens) {
@@ -72,37 +75,10 @@ static kvedge_layer *new_layer(kvedge_layer_config config, int tokens) {
   float *v = random_floats(values * (size_t)tokens, 3.0f);
   for (size_t i = 0; i < keys; i++) scale[i] = 1.5f + scale[i];
   if (config.format == KVEDGE_INT8 && config.num_kv_heads > 1) kvedge_layer_set_key_offset(layer, k);
-  if (config.head_dim % 2 && config.format != KVEDGE_NO_ROWS) kvedge_layer_set_key_scale(layer, scale);
-  if (kvedge_layer_append(layer, k, v, tokens) != KVEDGE_OK) fail("append");
+  if (config.head_dim % 2) kvedge_layer_set_key_scale(layer, scale); /* keys in runs refuse it */
+  append_tokens(layer, k, v, tokens);
   free(scale), free(k), free(v);
   return layer;
-}
-
-static kvedge_layer *new_part(kvedge_layer_config config, int tokens) {
-  kvedge_layer *layer;
-  const size_t n = (size_t)(config.num_kv_heads * (config.head_dim + config.value_head_dim) * (tokens + 1));
-  float *rows = random_floats(n, 3.0f);
-  kvedge_layer_create(&config, &layer);
-  if (kvedge_layer_append(layer, rows, rows, tokens) != KVEDGE_OK) fail("append to a part");
-  free(rows);
-  return layer;
-}
-
-/* Of some layers: first and last tokens as floats, runs, perhaps beside rows, where the layer has no rows. */
-static void add_parts(sample *s, int i, int length) {
-  kvedge_layer_config config;
-  kvedge_layer_get_config(s->layers[i], &config);
-  const int in_runs = config.format == KVEDGE_NO_ROWS, dropped = (int)s->own[i].dropped;
-  config.format = i % 2 ? KVEDGE_FLOAT16 : KVEDGE_BFLOAT16, config.value_format = 0, config.capacity = 64;
-  config.value_rotation = 0;
-  s->own[i].recent = 2, s->own[i].sinks = s->own[i].window ? 0 : 3;
-  s->parts[i].first = new_part(config, s->own[i].window ? 0 : 2);
-  s->parts[i].last = new_part(config, length - dropped < 5 ? length - dropped : 5);
-  if (!in_runs) return;
-  kvedge_layer_get_config(s->layers[i], &config);
-  config.format = i > 5 ? KVEDGE_INT8 : KVEDGE_KIVI4, config.capacity = 64;
-  config.value_format = KVEDGE_VALUES(i > 5 ? KVEDGE_KIVI2 : s->session.num_layers % 2 ? KVEDGE_INT4 : KVEDGE_KIVI8);
-  s->parts[i].runs = new_part(config, 64);
 }
 
 /* Layers that differ in all they can, the last with windows. */
@@ -116,44 +92,47 @@ static sample new_sample(int num_layers, int length) {
       .session = {.num_layers = num_layers, .length = length, .metadata = texts, .num_metadata = 3}
   };
   for (int i = 0; i < num_layers; i++) {
-    const kvedge_layer_config config = {.format = i % 6 == 1 ? KVEDGE_NO_ROWS : (kvedge_format)(i % KVEDGE_NUM_FORMATS),
-                                        .scale_type = i > 5 ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32,
-                                        .capacity = 40,
-                                        .num_kv_heads = 1 + i % 3,
-                                        .head_dim = 5 + i / 4,
-                                        .value_head_dim = i % 4 == 3 ? 3 : 0,
-                                        .value_format =
-                                            i % 5 == 2 && i % 6 != 1 ? KVEDGE_VALUES(i / 5 % KVEDGE_NUM_FORMATS) : 0,
-                                        .group_size = i % 2 ? 0 : 4,
-                                        .value_rotation = i % 4 == 1};
-    s.own[i].window = i > 7 ? 4 : 0;
+    const int has_ranges = i % 3 == 1, in_runs = i % 6 == 1;
+    kvedge_layer_config config = {.format = (kvedge_format)(i % KVEDGE_NUM_FORMATS),
+                                  .scale_type = i > 5 ? KVEDGE_SCALE_FLOAT16 : KVEDGE_SCALE_FLOAT32,
+                                  .capacity = MOST_TOKENS,
+                                  .num_kv_heads = 1 + i % 3,
+                                  .head_dim = 5 + i / 4,
+                                  .value_head_dim = i % 4 == 3 ? 3 : 0,
+                                  .value_format = i % 5 == 2 ? KVEDGE_VALUES(i / 5 % KVEDGE_NUM_FORMATS) : 0,
+                                  .group_size = i % 2 ? 0 : 4,
+                                  .value_rotation = i % 4 == 1};
+    s.own[i].window = i > 6 ? 4 : 0;
     s.own[i].dropped = s.own[i].window && length > 3 ? length - 3 : 0;
+    if (has_ranges) {
+      config.recent = 2, config.sinks = s.own[i].window ? 0 : 3;
+      config.recent_format = KVEDGE_RECENT(i % 2 ? KVEDGE_FLOAT16 : KVEDGE_BFLOAT16);
+    }
+    if (in_runs) {
+      config.format = i > 5 ? KVEDGE_INT8 : KVEDGE_KIVI4;
+      config.value_format = KVEDGE_VALUES(i > 5 ? KVEDGE_KIVI2 : num_layers % 2 ? KVEDGE_INT4 : KVEDGE_KIVI8);
+    }
     s.layers[i] = new_layer(config, length + i % 2); /* one more than is saved */
     kvedge_layer_drop_first(s.layers[i], s.own[i].dropped);
-    if (i % 3 == 1) add_parts(&s, i, length);
   }
   return s;
 }
 
-static void free_parts(kvedge_session_parts *parts) {
-  kvedge_layer_destroy(parts->first), kvedge_layer_destroy(parts->last), kvedge_layer_destroy(parts->runs);
-}
-
 static void free_sample(sample *s) {
-  for (int i = 0; i < s->session.num_layers; i++) kvedge_layer_destroy(s->layers[i]), free_parts(&s->parts[i]);
+  for (int i = 0; i < s->session.num_layers; i++) kvedge_layer_destroy(s->layers[i]);
 }
 
-/* A file that is read, and new layers for it. */
+/* A file that is read, and new layers for it, with room for more tokens. */
+enum { MORE = 40 };
 typedef struct {
   block memory;
   kvedge_session_reader *reader;
   const kvedge_session *held;
   kvedge_layer *layers[MAX_LAYERS];
-  kvedge_session_parts parts[MAX_LAYERS];
 } opened;
 
 static void close_file(opened *o) {
-  for (int i = 0; i < MAX_LAYERS; i++) kvedge_layer_destroy(o->layers[i]), free_parts(&o->parts[i]);
+  for (int i = 0; i < MAX_LAYERS; i++) kvedge_layer_destroy(o->layers[i]);
   if (o->memory.base) free_block(&o->memory);
 }
 
@@ -169,48 +148,60 @@ static kvedge_status open_file(const block *file, opened *o, const char **why) {
   o->held = kvedge_session_held(o->reader);
   for (int i = 0; i < o->held->num_layers && i < MAX_LAYERS; i++) {
     kvedge_layer_config config = o->held->layers[i].config;
-    config.capacity += i;
+    config.capacity = o->held->length + MORE + i;
     if (kvedge_layer_create(&config, &o->layers[i]) != KVEDGE_OK) return KVEDGE_ERROR_MEMORY;
-    const kvedge_session_layer *held = &o->held->layers[i];
-    if (held->last.config.capacity) {
-      kvedge_layer_create(&held->first.config, &o->parts[i].first);
-      kvedge_layer_create(&held->last.config, &o->parts[i].last);
-    }
-    if (held->runs.config.capacity) kvedge_layer_create(&held->runs.config, &o->parts[i].runs);
   }
   return KVEDGE_OK;
 }
 
 static kvedge_status load_file(const block *file, opened *o, const char **why) {
   const kvedge_status status = open_file(file, o, why);
-  return status == KVEDGE_OK ? kvedge_session_load(o->reader, o->layers, o->parts, why) : status;
+  return status == KVEDGE_OK ? kvedge_session_load(o->reader, o->layers, why) : status;
 }
 
 static int same_file(const block *a, const block *b) {
   return a->size == b->size && memcmp(a->data, b->data, a->size) == 0;
 }
 
+/* A layer that was loaded holds what the saved one does, and goes on alike. */
+static int goes_on(kvedge_layer *a, kvedge_layer *b, int64_t len) {
+  kvedge_layer_config config;
+  kvedge_layer_get_config(a, &config);
+  const size_t n = (size_t)(config.num_kv_heads * config.head_dim), m = (size_t)(len + MORE);
+  float *rows = random_floats(MORE * n, 3.0f), *keys[2] = {malloc(m * n * 4), malloc(m * n * 4)};
+  int same = kvedge_layer_set_len(a, len) == KVEDGE_OK && kvedge_layer_len(b) == len;
+  for (int tokens = 1, at = 0; at < MORE; at += tokens, tokens = MORE - at < 17 ? MORE - at : 17) {
+    append_tokens(a, rows, rows, tokens), append_tokens(b, rows, rows, tokens);
+    const int64_t held = len + at + tokens;
+    same = same && kvedge_layer_get_keys(a, 0, held, keys[0]) == KVEDGE_OK &&
+           kvedge_layer_get_keys(b, 0, held, keys[1]) == KVEDGE_OK && !memcmp(keys[0], keys[1], (size_t)held * n * 4);
+  }
+  free(rows), free(keys[0]), free(keys[1]);
+  return same;
+}
+
 static void test_round_trip(void) {
   begin("written, read, written");
   for (int num_layers = 1; num_layers <= MAX_LAYERS; num_layers++)
-    for (int length = 0; length < 20; length = 3 * length + 1) {
+    for (int length = 0; length < 400; length = 3 * length + 1) {
       sample s = new_sample(num_layers, length);
       s.session.layers = s.own;
       s.session.auto_key_offset = s.session.auto_key_scale = length % 2;
-      s.session.max_seq_len = num_layers % 2 ? 50 : 0;
-      block file = write_file(&s.session, s.layers, s.parts);
+      s.session.max_seq_len = num_layers % 2 ? MOST_TOKENS : 0;
+      block file = write_file(&s.session, s.layers);
       opened o;
       const char *why = NULL;
       if (load_file(&file, &o, &why) != KVEDGE_OK) {
         fail("%d layers, %d tokens: %s", num_layers, length, why ? why : "no reason");
       } else {
-        block again = write_file(o.held, o.layers, o.parts);
+        block again = write_file(o.held, o.layers);
         if (!same_file(&file, &again)) fail("%d layers, %d tokens: another file", num_layers, length);
         if (o.held->num_metadata != 3 || o.held->metadata[1].key_bytes != 3) fail("metadata");
         for (int i = 0; i < num_layers; i++) {
           kvedge_layer_config config = {0};
           kvedge_layer_get_config(s.layers[i], &config);
           if (o.held->layers[i].config.head_dim != config.head_dim) fail("config of layer %d", i);
+          if (!goes_on(s.layers[i], o.layers[i], length - s.own[i].dropped)) fail("layer %d goes on differently", i);
         }
         free_block(&again);
       }
@@ -224,9 +215,7 @@ static void test_round_trip(void) {
 
 static int are_empty(const opened *o) {
   for (int i = 0; o->held && i < o->held->num_layers && i < MAX_LAYERS; i++)
-    if ((o->layers[i] && kvedge_layer_len(o->layers[i])) || (o->parts[i].last && kvedge_layer_len(o->parts[i].last)) ||
-        (o->parts[i].runs && kvedge_layer_len(o->parts[i].runs)))
-      return 0;
+    if (o->layers[i] && kvedge_layer_len(o->layers[i])) return 0;
   return 1;
 }
 
@@ -240,26 +229,24 @@ static int is_refused(const block *file) {
   return refused;
 }
 
-/* Layer 1 has parts, or not; the session's layers are the sample's own then, which is not copied. */
-static void small_sample(sample *s, int with_parts) {
-  static const kvedge_format formats[][2] = {
-      {KVEDGE_INT8, KVEDGE_FLOAT16},
-      {KVEDGE_INT8, KVEDGE_NO_ROWS}
-  };
+/* Layer 1 is in runs, with first and last tokens, or not; the session's layers are the sample's own then, which is not copied. */
+static void small_sample(sample *s, int in_runs) {
   *s = (sample){
       .session = {.num_layers = 2, .length = 3}
   };
-  for (int i = 0; i < 2; i++)
-    s->layers[i] = new_layer(
-        (kvedge_layer_config){.format = formats[with_parts][i], .capacity = 8, .num_kv_heads = 2, .head_dim = 3}, 3);
-  if (with_parts) add_parts(s, 1, 3), s->session.layers = s->own;
+  kvedge_layer_config config = {.format = KVEDGE_INT8, .capacity = 8, .num_kv_heads = 2, .head_dim = 3};
+  s->layers[0] = new_layer(config, 3);
+  config.format = in_runs ? KVEDGE_KIVI4 : KVEDGE_FLOAT16;
+  if (in_runs) config.recent = 2, config.sinks = 2;
+  s->layers[1] = new_layer(config, 3);
+  if (in_runs) s->session.layers = s->own;
 }
 
-static void test_truncated(int with_parts) {
-  begin(with_parts ? "parts: cut, or longer" : "cut, or longer");
+static void test_truncated(int in_runs) {
+  begin(in_runs ? "runs: cut, or longer" : "cut, or longer");
   sample s;
-  small_sample(&s, with_parts);
-  block file = write_file(&s.session, s.layers, s.parts);
+  small_sample(&s, in_runs);
+  block file = write_file(&s.session, s.layers);
   for (size_t bytes = 0; bytes < file.size; bytes++) {
     block cut = new_block(bytes ? bytes : 1);
     cut.size = bytes;
@@ -276,15 +263,15 @@ static void test_truncated(int with_parts) {
 }
 
 /* Any byte changed: refused, or (spaces in the header) the same session. */
-static void test_changed_bytes(int with_parts) {
-  begin(with_parts ? "parts: every byte changed" : "every byte changed");
+static void test_changed_bytes(int in_runs) {
+  begin(in_runs ? "runs: every byte changed" : "every byte changed");
   sample s;
-  small_sample(&s, with_parts);
+  small_sample(&s, in_runs);
   const kvedge_session_text text = {"k", "v\xc3\xa4\n", 1, 4};
   s.session.metadata = &text, s.session.num_metadata = 1;
   kvedge_layer_drop_first(s.layers[0], 1);
   s.own[0].window = 2, s.own[0].dropped = 1, s.session.layers = s.own;
-  block file = write_file(&s.session, s.layers, s.parts);
+  block file = write_file(&s.session, s.layers);
   static const unsigned char changes[] = {0x01, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0x80, 0xff};
   for (size_t at = 0; at < file.size; at++) {
     unsigned char *byte = (unsigned char *)file.data + at;
@@ -296,7 +283,7 @@ static void test_changed_bytes(int with_parts) {
       const char *why = NULL;
       const kvedge_status status = load_file(&file, &o, &why);
       if (status == KVEDGE_OK) {
-        block again = write_file(o.held, o.layers, o.parts);
+        block again = write_file(o.held, o.layers);
         *byte = was;
         if (!same_file(&file, &again)) fail("byte %zu changed by %zu: another session", at, i);
         free_block(&again);
@@ -339,7 +326,7 @@ static void test_forged_numbers(void) {
     else if (i < 6) ((float *)slabs.value_scales)[2] = foreign_scales[i - 1];
     else if (halves) ((uint16_t *)slabs.key_scales)[2] = 0x8000;
     else memcpy((char *)slabs.value_codes + 11 * sizes[i - 6], bits[i - 6], sizes[i - 6]);
-    block file = write_file(&session, &layer, NULL);
+    block file = write_file(&session, &layer);
     CHECK(is_refused(&file));
     free_block(&file), kvedge_layer_destroy(layer);
   }
@@ -355,7 +342,7 @@ static void test_forged_numbers(void) {
     kvedge_layer_get_slabs(layer, &slabs);
     if (beyond) ((float *)slabs.key_codes)[3] = more;
     const kvedge_session session = {.num_layers = 1, .length = 2};
-    block file = write_file(&session, &layer, NULL);
+    block file = write_file(&session, &layer);
     CHECK(is_refused(&file) == beyond);
     free_block(&file), kvedge_layer_destroy(layer);
   }
@@ -437,7 +424,7 @@ static void test_foreign_headers(void) {
   block file = new_block(8 + length);
   memset(file.data, 0, 8), memcpy(file.data, &length, sizeof length), memcpy((char *)file.data + 8, text, length);
   CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
-  CHECK(kvedge_session_load(o.reader, o.layers, NULL, &why) == KVEDGE_ERROR_FILE && why && strstr(why, "sha256"));
+  CHECK(kvedge_session_load(o.reader, o.layers, &why) == KVEDGE_ERROR_FILE && why && strstr(why, "sha256"));
   close_file(&o), free_block(&file);
   end();
 }
@@ -446,23 +433,23 @@ static void test_layers_that_do_not_fit(void) {
   begin("layers that do not fit");
   sample s;
   small_sample(&s, 0);
-  block file = write_file(&s.session, s.layers, s.parts);
+  block file = write_file(&s.session, s.layers);
   opened o;
   const char *why;
   CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
   kvedge_layer *const good[] = {o.layers[0], o.layers[1]};
-  CHECK(kvedge_session_load(o.reader, s.layers, NULL, &why) == KVEDGE_ERROR_ARGUMENT); /* not empty */
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], good[0]}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[1], good[0]}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], NULL}, NULL, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, s.layers, &why) == KVEDGE_ERROR_ARGUMENT); /* not empty */
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], good[0]}, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[1], good[0]}, &why) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], NULL}, &why) == KVEDGE_ERROR_ARGUMENT);
   kvedge_layer_config config = o.held->layers[1].config;
   kvedge_layer *small;
   config.capacity = 2;
   CHECK(kvedge_layer_create(&config, &small) == KVEDGE_OK);
-  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], small}, NULL, &why) == KVEDGE_ERROR_CAPACITY);
+  CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], small}, &why) == KVEDGE_ERROR_CAPACITY);
   kvedge_layer_destroy(small);
   CHECK(are_empty(&o));
-  CHECK(kvedge_session_load(o.reader, good, NULL, NULL) == KVEDGE_OK);
+  CHECK(kvedge_session_load(o.reader, good, NULL) == KVEDGE_OK);
   CHECK(kvedge_layer_len(good[0]) == 3 && kvedge_layer_len(good[1]) == 3);
   CHECK(kvedge_session_read(file.data, file.size, o.memory.data, o.memory.size - 16, &o.reader, &why) ==
         KVEDGE_ERROR_MEMORY);
@@ -470,96 +457,67 @@ static void test_layers_that_do_not_fit(void) {
   end();
 }
 
-/* Parts that are none of the layer, to write or to fill; and those of a layer that slid over its runs. */
-static void test_parts_that_do_not_fit(void) {
-  begin("parts that do not fit");
+/* A layer that is to be written or filled, with first and last tokens, and in runs. */
+static void test_ranges_that_do_not_fit(void) {
+  begin("ranges that do not fit");
   sample s;
   small_sample(&s, 1);
-  kvedge_session_parts *parts = &s.parts[1];
-  block file = write_file(&s.session, s.layers, s.parts);
-  kvedge_layer_config config, runs_config;
-  kvedge_layer_get_config(parts->last, &config);
-  kvedge_layer_get_config(parts->runs, &runs_config);
-  const float scale[] = {1, 2, 3, 4, 5, 6};
-  config.capacity = 200;
-  kvedge_layer *scaled, *other, *grid, *wider;
-  kvedge_layer_create(&config, &scaled), kvedge_layer_set_key_scale(scaled, scale);
-  config.format = KVEDGE_GRID4, config.value_format = 0;
-  kvedge_layer_create(&config, &grid);
-  config.format = KVEDGE_FLOAT32;
-  kvedge_layer_create(&config, &other);
-  runs_config.head_dim++;
-  kvedge_layer_create(&runs_config, &wider);
-  const kvedge_session_parts good = *parts;
-  for (int i = 0; i < 15; i++) {
+  kvedge_layer_config plain = {.format = KVEDGE_KIVI4, .capacity = 32, .num_kv_heads = 2, .head_dim = 3},
+                      recent = plain;
+  recent.recent = 2;
+  kvedge_layer *whole_runs = new_layer(plain, 32), *without_sinks = new_layer(recent, 3);
+  for (int i = 0; i < 4; i++) {
     kvedge_session wrong = s.session;
-    kvedge_session_layer own[2] = {s.own[0], s.own[1]};
-    kvedge_session_parts given[2] = {s.parts[0], good};
-    wrong.layers = own;
-    if (i == 0) given[1].first = NULL;
-    if (i == 1) given[1].last = NULL;
-    if (i == 2) given[1].runs = NULL;
-    if (i == 3) given[1] = (kvedge_session_parts){0};
-    if (i == 4) given[1].first = other;
-    if (i == 5) given[1].last = scaled;
-    if (i == 6) given[1].first = given[1].last = grid;
-    if (i == 7) given[1].runs = wider;
-    if (i == 8) given[1].runs = given[1].first;
-    if (i == 9) given[1].runs_position = 32; /* behind what the layer holds */
-    if (i == 10) given[1].runs_position = -32;
-    if (i == 11) own[1].recent = -1;
-    if (i == 12) own[1].sinks = 65537;
-    if (i == 13) own[1].window = 8; /* and sinks */
-    if (i == 14) given[0] = good;   /* of a layer that is to have none */
-    buffer to = {NULL, 0, 0};
-    CHECK(kvedge_session_bytes(&wrong, s.layers, given) == 0);
-    CHECK(kvedge_session_write(&wrong, s.layers, given, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
+    kvedge_layer *layers[2] = {s.layers[0], s.layers[1]};
+    memset(s.own, 0, sizeof s.own);
+    if (i == 0) layers[1] = whole_runs;                                               /* no recent_format */
+    if (i == 1) s.own[1].window = 8;                                                  /* and sinks */
+    if (i == 2) layers[1] = without_sinks, s.own[1].window = 2, s.own[1].dropped = 1; /* runs of other positions */
+    if (i == 3) layers[1] = without_sinks;
+    CHECK((kvedge_session_bytes(&wrong, layers) == 0) == (i < 3));
   }
-  CHECK(kvedge_session_bytes(&s.session, s.layers, NULL) == 0);
+  kvedge_layer_destroy(whole_runs), kvedge_layer_destroy(without_sinks);
+  memset(s.own, 0, sizeof s.own);
 
+  block file = write_file(&s.session, s.layers);
   opened o;
   const char *why;
   CHECK(open_file(&file, &o, &why) == KVEDGE_OK);
-  for (int i = 0; i < 8; i++) {
-    kvedge_session_parts given[2] = {o.parts[0], o.parts[1]};
-    if (i == 0) given[1].first = NULL;
-    if (i == 1) given[1].runs = NULL;
-    if (i == 2) given[1].first = given[1].last;
-    if (i == 3) given[1].last = other;
-    if (i == 4) given[0] = good;
-    if (i == 5) given[1].runs = o.parts[1].first;
-    if (i == 6) given[1].last = good.last; /* not empty */
-    CHECK(kvedge_session_load(o.reader, o.layers, i == 7 ? NULL : given, &why) == KVEDGE_ERROR_ARGUMENT);
-    CHECK(are_empty(&o));
+  for (int i = 0; i < 5; i++) {
+    kvedge_layer_config config = o.held->layers[1].config;
+    kvedge_layer *other;
+    if (i == 0) config.recent++;
+    if (i == 1) config.sinks = 0;
+    if (i == 2) config.recent_format = KVEDGE_RECENT(KVEDGE_BFLOAT16);
+    if (i == 3) config = plain;
+    if (i == 4) config.value_format = KVEDGE_VALUES(KVEDGE_KIVI2);
+    CHECK(kvedge_layer_create(&config, &other) == KVEDGE_OK);
+    CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){o.layers[0], other}, &why) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(are_empty(&o) && kvedge_layer_len(other) == 0);
+    kvedge_layer_destroy(other);
   }
-  CHECK(kvedge_session_load(o.reader, o.layers, o.parts, &why) == KVEDGE_OK);
-  CHECK(kvedge_layer_len(o.parts[1].last) == 3 && kvedge_layer_len(o.parts[1].first) == 2);
-  close_file(&o);
+  CHECK(kvedge_session_load(o.reader, o.layers, &why) == KVEDGE_OK && kvedge_layer_len(o.layers[1]) == 3);
+  close_file(&o), free_block(&file), free_sample(&s);
+  end();
+}
 
-  /* Of a longer `last`, a file has the last tokens. */
-  const int64_t n = 170;
-  float *rows = random_floats((size_t)n * 6, 1.0f);
-  kvedge_layer *long_rows = new_layer(
-                   (kvedge_layer_config){.format = KVEDGE_INT8, .capacity = n, .num_kv_heads = 2, .head_dim = 3},
-                   (int)n),
-               *first = NULL;
-  kvedge_layer_set_len(other, 0), config.capacity = 1;
-  CHECK(kvedge_layer_append(other, rows, rows, n) == KVEDGE_OK);
-  kvedge_layer_create(&config, &first);
-  kvedge_session_layer own = {.recent = 2};
-  kvedge_session_parts long_parts = {.first = first, .last = other};
-  kvedge_session session = {.num_layers = 1, .length = n, .layers = &own};
-  block long_file = write_file(&session, &long_rows, &long_parts);
-  CHECK(open_file(&long_file, &o, &why) == KVEDGE_OK);
-  CHECK(kvedge_session_load(o.reader, o.layers, o.parts, &why) == KVEDGE_OK);
-  CHECK(kvedge_layer_len(o.parts[0].last) == 130);
-  float a[6], b[6];
-  kvedge_layer_get_keys(o.parts[0].last, 0, 1, a), kvedge_layer_get_keys(other, n - 130, n - 129, b);
-  CHECK(memcmp(a, b, sizeof a) == 0);
-  close_file(&o), free_block(&long_file), free(rows);
-  kvedge_layer_destroy(long_rows), kvedge_layer_destroy(first);
-  kvedge_layer_destroy(scaled), kvedge_layer_destroy(other), kvedge_layer_destroy(grid), kvedge_layer_destroy(wider);
-  free_block(&file), free_sample(&s);
+/* A session of fewer tokens than its layers hold is that of layers that were cut. */
+static void test_sessions_of_fewer_tokens(void) {
+  begin("fewer tokens than held");
+  static const kvedge_format formats[] = {KVEDGE_INT8, KVEDGE_KIVI8};
+  for (int i = 0; i < 2; i++)
+    for (int length = 0; length <= 300; length += 1 + random_below(7)) {
+      kvedge_layer *layer = new_layer(
+          (kvedge_layer_config){
+              .format = formats[i], .capacity = 320, .num_kv_heads = 1, .head_dim = 4, .recent = 30, .sinks = 3},
+          300);
+      const kvedge_session session = {.num_layers = 1, .length = length};
+      block file = write_file(&session, &layer);
+      kvedge_layer_set_len(layer, length);
+      block of_cut = write_file(&session, &layer);
+      CHECK(same_file(&file, &of_cut));
+      free_block(&file), free_block(&of_cut), kvedge_layer_destroy(layer);
+    }
   end();
 }
 
@@ -567,11 +525,11 @@ static void test_what_cannot_be_written(void) {
   begin("what cannot be written");
   sample s;
   small_sample(&s, 0);
-  const size_t bytes = kvedge_session_bytes(&s.session, s.layers, NULL);
+  const size_t bytes = kvedge_session_bytes(&s.session, s.layers);
   char *room = malloc(bytes);
   for (size_t i = 0; i < bytes; i += 50) { /* a sink that is full */
     buffer to = {room, 0, i};
-    CHECK(kvedge_session_write(&s.session, s.layers, NULL, take, &to) == KVEDGE_ERROR_FILE);
+    CHECK(kvedge_session_write(&s.session, s.layers, take, &to) == KVEDGE_ERROR_FILE);
   }
   free(room);
   const kvedge_session_text texts[] = {
@@ -600,13 +558,13 @@ static void test_what_cannot_be_written(void) {
     if (i == 12) layers[0] = layers[1], wrong.auto_key_offset = 1;
     if (i == 13) layers[0] = layers[1], wrong.auto_key_scale = 1;
     buffer to = {NULL, 0, 0};
-    CHECK(kvedge_session_bytes(&wrong, layers, NULL) == 0);
-    CHECK(kvedge_session_write(&wrong, layers, NULL, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
+    CHECK(kvedge_session_bytes(&wrong, layers) == 0);
+    CHECK(kvedge_session_write(&wrong, layers, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
   }
   kvedge_layer *grid =
       new_layer((kvedge_layer_config){.format = KVEDGE_GRID4, .capacity = 1, .num_kv_heads = 1, .head_dim = 4}, 1);
   const kvedge_session session = {.num_layers = 1, .length = 1};
-  CHECK(kvedge_session_bytes(&session, &grid, NULL) == 0);
+  CHECK(kvedge_session_bytes(&session, &grid) == 0);
   kvedge_layer_destroy(grid), free_sample(&s);
   end();
 }
@@ -636,7 +594,7 @@ static void test_states(int alone) {
   kvedge_session_state states[12];
   s.session.states = states, s.session.num_states = fill_states(states, alone);
   if (alone) free_sample(&s), s.session.num_layers = 0, memset(s.layers, 0, sizeof s.layers);
-  block file = write_file(&s.session, s.layers, NULL);
+  block file = write_file(&s.session, s.layers);
   opened o;
   const char *why = NULL;
   CHECK(load_file(&file, &o, &why) == KVEDGE_OK && o.held->num_states == s.session.num_states);
@@ -647,7 +605,7 @@ static void test_states(int alone) {
     CHECK(a->layer == b->layer && !strcmp(a->name, b->name) && a->type == b->type && a->num_axes == b->num_axes);
     CHECK(!memcmp(a->shape, b->shape, sizeof a->shape) && !memcmp(a->data, b->data, bytes));
   }
-  block again = write_file(o.held, o.layers, NULL);
+  block again = write_file(o.held, o.layers);
   CHECK(same_file(&file, &again));
   close_file(&o), free_block(&again);
   for (size_t at = 0; at < file.size; at++) { /* all bytes but spaces at the header's end count */
@@ -682,12 +640,12 @@ static void test_states_that_cannot_be_written(void) {
     if (i == 12) states[0].data = NULL;
     if (i == 13) s.session.states = NULL;
     buffer to = {NULL, 0, 0};
-    CHECK(kvedge_session_bytes(&s.session, s.layers, NULL) == 0);
-    CHECK(kvedge_session_write(&s.session, s.layers, NULL, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
+    CHECK(kvedge_session_bytes(&s.session, s.layers) == 0);
+    CHECK(kvedge_session_write(&s.session, s.layers, take, &to) == KVEDGE_ERROR_ARGUMENT && to.bytes == 0);
   }
   s.session.states = states, s.session.num_states = fill_states(states, 0);
   states[1].data = infinite; /* written as keys that others filled in are; never read */
-  block file = write_file(&s.session, s.layers, NULL);
+  block file = write_file(&s.session, s.layers);
   CHECK(is_refused(&file));
   free_block(&file), free_sample(&s);
   end();
@@ -701,7 +659,8 @@ int main(void) {
   test_forged_numbers();
   test_foreign_headers();
   test_layers_that_do_not_fit();
-  test_parts_that_do_not_fit();
+  test_ranges_that_do_not_fit();
+  test_sessions_of_fewer_tokens();
   test_what_cannot_be_written();
   test_states(0), test_states(1);
   test_states_that_cannot_be_written();

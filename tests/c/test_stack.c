@@ -65,20 +65,20 @@ static void attend_in_parts(const kvedge_layer *layer, int num_rows) {
 /* The layer written to a file, and loaded again; grids have no files. */
 static void save_and_load(kvedge_layer *layer, const kvedge_layer_config *config) {
   const kvedge_session session = {.num_layers = 1, .length = TOKENS};
-  file f = {.data = malloc(kvedge_session_bytes(&session, &layer, NULL) + 1)};
+  file f = {.data = malloc(kvedge_session_bytes(&session, &layer) + 1)};
   size_t needed;
   kvedge_session_reader *reader;
   kvedge_layer *again;
-  if (kvedge_session_bytes(&session, &layer, NULL) == 0) {
+  if (kvedge_session_bytes(&session, &layer) == 0) {
     free(f.data);
     return;
   }
-  CHECK(kvedge_session_write(&session, &layer, NULL, append_to_file, &f) == KVEDGE_OK);
+  CHECK(kvedge_session_write(&session, &layer, append_to_file, &f) == KVEDGE_OK);
   CHECK(kvedge_session_reader_bytes(f.data, f.bytes, &needed, NULL) == KVEDGE_OK);
   void *memory = aligned_alloc(16, (needed + 15) / 16 * 16);
   CHECK(kvedge_session_read(f.data, f.bytes, memory, needed, &reader, NULL) == KVEDGE_OK);
   CHECK(kvedge_layer_create(config, &again) == KVEDGE_OK);
-  CHECK(kvedge_session_load(reader, &again, NULL, NULL) == KVEDGE_OK);
+  CHECK(kvedge_session_load(reader, &again, NULL) == KVEDGE_OK);
   kvedge_layer_destroy(again);
   free(memory), free(f.data);
 }

@@ -21,11 +21,11 @@
 
 enum { MOST_LAYERS = 64, MOST_BYTES = 16 << 20 };
 
-static buffer written(const kvedge_session *session, kvedge_layer *const *layers, const kvedge_session_parts *parts) {
-  buffer to = {.room = kvedge_session_bytes(session, layers, parts)};
+static buffer written(const kvedge_session *session, kvedge_layer *const *layers) {
+  buffer to = {.room = kvedge_session_bytes(session, layers)};
   NOT_SO(to.room == 0);
   to.at = malloc(to.room);
-  NOT_SO(kvedge_session_write(session, layers, parts, take, &to) != KVEDGE_OK || to.bytes != to.room);
+  NOT_SO(kvedge_session_write(session, layers, take, &to) != KVEDGE_OK || to.bytes != to.room);
   return to;
 }
 
@@ -43,32 +43,18 @@ static void check_finite(const kvedge_layer *layer) {
   }
 }
 
-/* Own rows and parts; NULL: there is no such part. */
-enum { PARTS = 4 };
-static const kvedge_layer_config *config_of(const kvedge_session_layer *layer, int part) {
-  return part == 0   ? &layer->config
-         : part == 1 ? &layer->first.config
-         : part == 2 ? &layer->last.config
-                     : &layer->runs.config;
-}
-
-static kvedge_layer **slot_of(kvedge_layer **layers, kvedge_session_parts *parts, int i, int part) {
-  return part == 0 ? &layers[i] : part == 1 ? &parts[i].first : part == 2 ? &parts[i].last : &parts[i].runs;
-}
-
-/* Attention reads every token at one place. */
-static void check_attended(const kvedge_session_layer *of, const kvedge_layer *layer,
-                           const kvedge_session_parts *parts) {
-  kvedge_part at[3];
-  int64_t next = 0;
-  const int n = kvedge_session_attended(of, layer, parts, at);
-  for (int i = 0; i < n; i++) {
-    int64_t start;
-    const int64_t len = kvedge_layer_range(at[i].layer, &start), row = at[i].first_row - start;
-    NOT_SO(at[i].position != next || row < 0 || row + at[i].num_tokens > len || at[i].num_tokens < 1);
-    next += at[i].num_tokens;
-  }
-  NOT_SO(next != kvedge_layer_len(layer));
+/* A layer takes a token more, and gives it back. */
+static void check_append(kvedge_layer **layer) {
+  kvedge_layer_config config;
+  kvedge_layer_get_config(*layer, &config);
+  const int64_t len = kvedge_layer_len(*layer);
+  const int widest = config.head_dim > config.value_head_dim ? config.head_dim : config.value_head_dim;
+  float *zeros = calloc((size_t)config.num_kv_heads * (size_t)widest, sizeof *zeros);
+  NOT_SO(kvedge_layer_reserve(layer, 1) != KVEDGE_OK);
+  const kvedge_status status = kvedge_layer_append(*layer, zeros, zeros, 1);
+  NOT_SO(status != KVEDGE_OK && status != KVEDGE_ERROR_NONFINITE && status != KVEDGE_ERROR_SCALE); /* key vectors */
+  NOT_SO(kvedge_layer_set_len(*layer, len) != KVEDGE_OK);
+  free(zeros);
 }
 
 /* Reads a file and fills layers; returns how the file is written again, or nothing. */
@@ -78,7 +64,6 @@ static buffer copied(const void *data, size_t bytes, int mend_digest) {
   const char *why = NULL;
   kvedge_session_reader *reader = NULL;
   kvedge_layer *layers[MOST_LAYERS] = {0};
-  kvedge_session_parts parts[MOST_LAYERS] = {0};
   kvedge_status status = kvedge_session_reader_bytes(data, bytes, &needed, &why);
   NOT_SO((status != KVEDGE_OK) != (why != NULL));
   if (status != KVEDGE_OK) return copy;
@@ -87,33 +72,22 @@ static buffer copied(const void *data, size_t bytes, int mend_digest) {
   status = kvedge_session_read(data, bytes, memory, needed, &reader, &why);
   NOT_SO(status == KVEDGE_OK ? why != NULL : status != KVEDGE_ERROR_FILE || !why);
   const kvedge_session *session = status == KVEDGE_OK ? kvedge_session_held(reader) : NULL;
-  for (int i = 0; session && i < PARTS * session->num_layers; i++)
-    total += kvedge_layer_bytes(config_of(&session->layers[i / PARTS], i % PARTS));
+  for (int i = 0; session && i < session->num_layers; i++) total += kvedge_layer_bytes(&session->layers[i].config);
   if (session && session->num_layers <= MOST_LAYERS && total <= MOST_BYTES) {
-    for (int i = 0; i < PARTS * session->num_layers; i++) {
-      const kvedge_layer_config *config = config_of(&session->layers[i / PARTS], i % PARTS);
-      if (config->capacity == 0) continue;
-      NOT_SO(kvedge_layer_create(config, slot_of(layers, parts, i / PARTS, i % PARTS)) != KVEDGE_OK);
-    }
+    for (int i = 0; i < session->num_layers; i++)
+      NOT_SO(kvedge_layer_create(&session->layers[i].config, &layers[i]) != KVEDGE_OK);
     if (mend_digest) {
       const kvedge_contents contents = {.session = session, .tensors = reader->tensors};
       kvedge_contents_digest(&contents, reader->digest);
     }
-    status = kvedge_session_load(reader, layers, parts, &why);
+    status = kvedge_session_load(reader, layers, &why);
     NOT_SO(status == KVEDGE_OK ? why != NULL : status != KVEDGE_ERROR_FILE || !why);
-    for (int i = 0; i < PARTS * session->num_layers; i++) {
-      const kvedge_layer *layer = *slot_of(layers, parts, i / PARTS, i % PARTS);
-      kvedge_layer_config config = {0};
-      if (layer) kvedge_layer_get_config(layer, &config);
-      if (!layer || (config.format == KVEDGE_NO_ROWS && kvedge_layer_len(layer) > 1 << 20)) continue;
-      if (status == KVEDGE_OK) check_finite(layer);
-      else NOT_SO(kvedge_layer_len(layer) != 0);
+    if (status == KVEDGE_OK) copy = written(session, layers);
+    for (int i = 0; i < session->num_layers; i++) {
+      if (status == KVEDGE_OK) check_finite(layers[i]), check_append(&layers[i]);
+      else NOT_SO(kvedge_layer_len(layers[i]) != 0);
+      kvedge_layer_destroy(layers[i]);
     }
-    for (int i = 0; status == KVEDGE_OK && i < session->num_layers; i++)
-      check_attended(&session->layers[i], layers[i], &parts[i]);
-    if (status == KVEDGE_OK) copy = written(session, layers, parts);
-    for (int i = 0; i < PARTS * session->num_layers; i++)
-      kvedge_layer_destroy(*slot_of(layers, parts, i / PARTS, i % PARTS));
   }
   free(memory);
   return copy;
