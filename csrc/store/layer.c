@@ -492,6 +492,7 @@ int64_t kvedge_layer_written(const kvedge_layer *layer) {
   if (kvedge_has_ranges(layer)) {
     const int64_t last = atomic_load_explicit(&layer->last_written, memory_order_relaxed);
     rows = last > rows ? last : rows;
+    rows = rows > layer->config.capacity ? layer->config.capacity : rows;
   }
   return rows - row_of(layer, 0);
 }

@@ -277,11 +277,16 @@ static void encode_run(kvedge_layer *layer, int64_t row, int64_t last_row) {
   }
 }
 
-/* Lets tokens of the body be last ones as well, token by token: those of a run that the layer was cut in. */
-static void reload(kvedge_layer *layer, int64_t start, int64_t stop, int64_t last_row) {
+/* Lets tokens from now->last_row on be last ones as well, as they are read now: those of a run that the layer was cut in. */
+static void reload(kvedge_layer *layer, const kvedge_ranges *now, int64_t stop) {
+  const int64_t last_row = now->last_row, first_stop = smaller(now->stop, now->first_row + now->num_first);
   const int heads = layer->config.num_kv_heads;
   float row[KVEDGE_MAX_HEAD_DIM];
-  for (int64_t token = start; token < stop; token++)
+  for (int64_t token = last_row; token < stop; token++) {
+    if (token >= now->first_row && token < first_stop) {
+      kvedge_copy_tokens(layer->first, token - now->first_row, layer->last, token - last_row, 1);
+      continue;
+    }
     for (int values = 0; values < 2; values++) {
       const kvedge_side *side = values ? &layer->values : &layer->keys;
       const kvedge_side *last = values ? &layer->last->values : &layer->last->keys;
@@ -292,6 +297,7 @@ static void reload(kvedge_layer *layer, int64_t start, int64_t stop, int64_t las
         last->format->encode(&last->shape, row, 1, codes, NULL);
       }
     }
+  }
 }
 
 /* First tokens: those that follow them below first_stop. */
@@ -315,7 +321,7 @@ static void append_last(kvedge_layer *layer, kvedge_ranges *now, const kvedge_ar
   if (now->last_from > cut) { /* the layer went back further than its last tokens reach */
     const int64_t rest = smaller(now->last_from, stop);
     move_last(layer, now, cut, rest, stop);
-    reload(layer, cut, rest, cut);
+    reload(layer, now, rest);
     now->last_from = cut;
   }
   const int64_t since = larger(now->last_from, larger(kept, end - room)); /* what is needed once all have come */

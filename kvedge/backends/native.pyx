@@ -216,7 +216,7 @@ cdef _bounds_of(arrays, uintptr_t *low, uintptr_t *high):
     high[0] = max(start + array.nbytes for start, array in zip(starts, arrays))
 
 
-cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0):
+cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0, apart=None):
     """An empty C layer over slabs, and over those of runs; with room for last tokens when so many come at once."""
     cdef kvedge_layer_config c_config
     cdef kvedge_slabs c_slabs
@@ -260,7 +260,7 @@ cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0):
         c_config.recent_room = max(num_tokens, 1) if config.recent else 0
         handle.first_room = -(-config.sinks // _RUN) * _RUN
         handle.last_room = kvedge_layer_last_rows(&c_config)
-        handle.apart = memory.reserve_slabs(config.apart(handle.first_room + handle.last_room))
+        handle.apart = apart or memory.reserve_slabs(config.apart(handle.first_room + handle.last_room))
         keys, values = handle.apart.key_codes, handle.apart.value_codes
         c_slabs.first_keys, c_slabs.first_values = cnp.PyArray_DATA(keys), cnp.PyArray_DATA(values)
         last_keys, last_values = keys[handle.first_room :], values[handle.first_room :]
@@ -427,20 +427,22 @@ cdef class LayerStore:
     def bind(self, slabs, config, key_map=None):
         cdef _Handle old = self._handle
         cdef _Handle handle
-        cdef int64_t start, row
-        body = None
+        cdef int64_t start, row, length
+        body = apart = None
         if key_map is None:
             key_map = old.key_map
         if old is None:
             self._take(_attach(config, slabs, key_map))
             return
-        kvedge_layer_range(old.layer, &start)
+        length = kvedge_layer_range(old.layer, &start)
         row = start
+        if length == 0 and slabs is old.slabs:  # nobody reads them
+            apart = old.apart
         if self._in_runs:
             row = start // _RUN * _RUN
             if slabs is old.slabs:
                 body, row = old.body, 0
-        handle = _attach(config, slabs, key_map, body, 0 if old.apart is None else old.last_room - self._kept)
+        handle = _attach(config, slabs, key_map, body, 0 if old.apart is None else old.last_room - self._kept, apart)
         if self._in_runs and body is None:
             memory.copy_runs(old.body, config, row, row + max(0, kvedge_layer_written(old.layer) + start - row), handle.body)
         self._take(_adopted(old, handle, row))

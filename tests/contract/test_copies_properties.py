@@ -23,7 +23,7 @@ H, D = 2, 32
 STORAGE = [
     {"dtype": "int8", "key_scale": "auto"},
     {"dtype": "int8", "key_scale": "auto", "key_offset": "auto", "recent": 20, "sinks": 3},
-    {"dtype": "int8", "recent": 7, "recent_dtype": "int8", "key_scale": "auto"},
+    {"dtype": "int8", "recent": 7, "recent_dtype": "bfloat16", "key_scale": "auto"},
     {"dtype": "kivi8", "value_dtype": "int8", "value_rotation": True},
     {"dtype": "kivi4", "recent": 96, "sinks": 4},
     {"dtype": "kivi8"},
@@ -32,7 +32,7 @@ STORAGE = [
     {"dtype": "q8_0", "key_scale": "auto", "sinks": 5},
     {"dtype": "fp8_e4m3", "key_scale": "auto"},
     {"dtype": "float16", "recent": 9, "recent_dtype": "float32"},
-    {"dtype": "kivi4", "recent": 40, "recent_dtype": "int8"},
+    {"dtype": "kivi4", "recent": 40, "recent_dtype": "bfloat16"},
     {"dtype": "int8", "key_dtype": "kivi4", "scale_dtype": "float16", "recent": 12},
     {"dtype": "fp8_e5m2", "value_dtype": "kivi8", "key_scale": "auto", "recent": 40},
 ]

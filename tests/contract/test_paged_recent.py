@@ -23,11 +23,11 @@ from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
 L, H, D, DRAFT = 2, 2, 24, 64
 KINDS = {
     "kivi4": {"dtype": "kivi4"},
-    "kivi2 recent": {"dtype": "kivi2", "recent": 40, "recent_dtype": "int8"},
+    "kivi2 recent": {"dtype": "kivi2", "recent": 40, "recent_dtype": "bfloat16"},
     "kivi8 kivi2": {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 3},
     "kivi8 recent and sinks": {"dtype": "kivi8", "recent": 20, "sinks": 5},
     "kivi4 int8": {"dtype": "kivi4", "value_dtype": "int8", "scale_dtype": "float16"},
-    "int8 kivi8 both": {"value_dtype": "kivi8", "recent": 40, "sinks": 6, "recent_dtype": "int8"},
+    "int8 kivi8 both": {"value_dtype": "kivi8", "recent": 40, "sinks": 6, "recent_dtype": "bfloat16"},
     "int8 recent": {"dtype": "int8", "recent": 20},
     "int4 sinks": {"dtype": "int4", "sinks": 37, "recent_dtype": "bfloat16"},
     "float16 both": {"dtype": "float16", "recent": 7, "sinks": 40, "recent_dtype": "float32"},
@@ -552,7 +552,7 @@ def test_options_are_checked(options, match):
 
 def test_key_scales_are_those_of_a_cache():
     scale = np.random.default_rng(3).uniform(0.5, 9, (L, H, D)).astype(np.float32)
-    for recent_dtype, values in itertools.product(("float16", "int8"), (None, "kivi4")):
+    for recent_dtype, values in itertools.product(("float16", "bfloat16"), (None, "kivi4")):
         options = {"dtype": "int8", "recent": 9, "sinks": 3, "recent_dtype": recent_dtype}
         options |= {"key_scale": scale, "value_dtype": values}
         cache = new_cache(options)

@@ -297,7 +297,12 @@ class LayerStore:
             rows = np.empty(config.rows_shape(side, stop - cut), np.float32)
             self._read(slabs, form, self.key_map, side, at, rows)
             sides.append(rows)
-        rest = encoded(config.part_config, NO_MAP, *sides)
+        rest, first = encoded(config.part_config, NO_MAP, *sides), parts.until(end).first
+        low, high = max(cut, parts.first_at), min(stop, parts.first_at + len(first.key_codes))
+        for new, old in zip(rest, first, strict=True):
+            new[low - cut : max(low, high) - cut] = old[
+                low - parts.first_at : max(low, high) - parts.first_at
+            ]
         return parts._replace(last=_joined(rest, parts.until(end).last), last_at=cut)
 
     def _encode_runs(self, parts: Parts, tokens: Slabs, cut: int, end: int) -> None:
