@@ -124,9 +124,9 @@ typedef struct {
  * `recent` tokens that end with it so, each row of a prompt its own, where recent_room allows; the getters those that end with
  * the last token. Such a layer is appended to, attended to, cut and copied as any other, and takes tokens of any number in
  * runs, too, a run being encoded from its tokens as recent_format has them once it is whole. 64 tokens more than are read are kept,
- * so that going back by as many leaves no trace; further back, what is read stays as it is stored. An append waits, once
- * in 64 tokens or recent_room, for calls that read; kvedge_layer_write and _filled, pools and the sliced calls of
- * kvedge_attention are for other layers. */
+ * so that going back by as many leaves no trace; further back, what is read stays as it is stored. An append waits for calls
+ * that read, once in 64 tokens or fewer. Of runs the capacity may be any, and arrays hold whole ones, as do rows beside them.
+ * kvedge_layer_write and _filled, pools and the sliced calls of kvedge_attention are for other layers. */
 typedef struct kvedge_layer kvedge_layer;
 
 typedef enum {

@@ -88,7 +88,8 @@ static size_t header_bytes(const kvedge_layer_config *config) {
 
 /* Bytes of a side's array of codes and of its scales; 0 if they do not fit into a size_t. */
 static int side_bytes(const kvedge_layer_config *config, const kvedge_side *side, size_t *codes, size_t *scales) {
-  const int64_t of_head = kvedge_num_rows(side->format, config->capacity);
+  const int64_t unit = kvedge_in_runs(config) ? KVEDGE_RUN : 1; /* rows beside runs come with them, too */
+  const int64_t of_head = kvedge_num_rows(side->format, (config->capacity + unit - 1) & -unit);
   size_t rows;
   if (__builtin_mul_overflow((size_t)of_head, (size_t)config->num_kv_heads, &rows) ||
       (size_t)of_head != (uint64_t)of_head)

@@ -18,6 +18,7 @@ from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held, Slabs, rows_of
 from kvedge.core.types import Array, Floats, Layout
+from kvedge.layer.parts import PartContents as PartContents  # pickles name it here
 from kvedge.layer.parts import Parts
 from kvedge.rope import Turns
 

@@ -93,6 +93,22 @@ def test_the_limit_of_a_capped_cache_is_kept(capped):
     assert cache.max_seq_len == make.CASES[capped].get("max_seq_len")
 
 
+@pytest.mark.parametrize("name", ["rows", "runs"])
+def test_last_tokens_of_earlier_versions_in_any_format_are_read_as_they_were(name):
+    """In float32 now: `recent_dtype` was "int8", and may no longer be."""
+    path = FIXTURES / "recent" / f"int8-{name}.safetensors"
+    with np.load(FIXTURES / "recent" / "int8.npz") as arrays:
+        keys, values, pickled = arrays[f"{name}-k"], arrays[f"{name}-v"], arrays["pickle"]
+    caches = [kvedge.KVCache.load(path, mmap=mmap) for mmap in (False, True)]
+    if name == "runs":
+        caches.append(pickle.loads(pickled.tobytes()))
+    for cache in caches:
+        assert cache.recent_dtype == "float32"
+        for i in range(2):
+            np.testing.assert_array_equal(cache.k(i), keys[i])
+            np.testing.assert_array_equal(cache.v(i), values[i])
+
+
 @pytest.mark.parametrize("name", ["plain", "recent", "runs", "auto"])
 def test_pickles_of_earlier_versions_come_back(name):
     with np.load(FIXTURES / "v1-pickles.npz") as arrays:

@@ -27,7 +27,7 @@ KINDS = {
     "kivi8 kivi2": {"dtype": "kivi8", "value_dtype": "kivi2", "recent": 3},
     "kivi8 recent and sinks": {"dtype": "kivi8", "recent": 20, "sinks": 5},
     "kivi4 int8": {"dtype": "kivi4", "value_dtype": "int8", "scale_dtype": "float16"},
-    "int8 kivi8 both": {"value_dtype": "kivi8", "recent": 40, "sinks": 6, "recent_dtype": "bfloat16"},
+    "int8 kivi8 both": {"value_dtype": "kivi8", "recent": 40, "sinks": 6},
     "int8 recent": {"dtype": "int8", "recent": 20},
     "int4 sinks": {"dtype": "int4", "sinks": 37, "recent_dtype": "bfloat16"},
     "float16 both": {"dtype": "float16", "recent": 7, "sinks": 40, "recent_dtype": "float32"},

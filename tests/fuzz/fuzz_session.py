@@ -52,7 +52,7 @@ VALID = {  # what these fields may be, in some file or other
     "dtype": ("int8", "float32", "kivi4"),
     session.VALUE_DTYPE: ("int8", "float32", "kivi4"),
     "recent": ("0", "2", "40"),
-    "recent_dtype": ("float16", "int8", "int4"),
+    "recent_dtype": ("float16", "float32", "int4"),
     "scale_dtype": ("", "float16", "float32"),
     "group_size": ("", "1", "8", "32"),
     "max_seq_len": ("", "20", "1099511627776"),
@@ -123,7 +123,7 @@ def saved(program: Program, with_states: bool) -> bytes:
     if kind > 2:  # first and last tokens in another format
         options["recent"], options["sinks"] = program.below(5), program.below(4)
         if options["recent"] or in_runs:
-            options["recent_dtype"] = program.choice(("float16", "int8"))
+            options["recent_dtype"] = program.choice(("float16", "bfloat16"))
         length *= 1 + 3 * in_runs
     if options.get("group_size") is not None:
         options["group_size"] = min(options["group_size"], dim)
