@@ -155,13 +155,13 @@ test-all:
 test-free-threaded:
 	tools/test_free_threaded.sh
 
-# AB="--isa avx2 --shapes llama": tools/ab.py has more.
+# AB="--isa avx2 --shapes llama": bench/ab.py has more.
 ab: $(VENV)/test.stamp
 	@test -n "$(OLD)" || { echo "make ab OLD=COMMIT: which commit?"; exit 2; }
 	@set -e; old=build/ab/$$(git rev-parse --short "$(OLD)^{commit}"); if [ ! -e $$old/built ]; then \
 	  mkdir -p $$old/tree; git archive "$(OLD)" | tar -xf - -C $$old/tree; $(PYTHON) -m venv $$old/venv; \
 	  $$old/venv/bin/python -m pip install --quiet --disable-pip-version-check $$old/tree; touch $$old/built; fi; \
-	$(BIN)/python tools/ab.py "$$PWD/$$old/venv/bin/python" "$$PWD/$(BIN)/python" $(AB)
+	$(BIN)/python bench/ab.py "$$PWD/$$old/venv/bin/python" "$$PWD/$(BIN)/python" $(AB)
 
 # What goes to PyPI: built from the source distribution, repaired and tested; see tools/wheel.sh.
 wheel:
@@ -183,7 +183,7 @@ C_FILES := $(shell find csrc integrations tests examples bench -name "*.[ch]")
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict kvedge
+	$(BIN)/mypy --strict kvedge bench/__main__.py
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
 format: $(VENV)/dev.stamp

@@ -2,7 +2,7 @@
 """Times two builds of kvedge in turn, on every kernel path of this CPU: old/new time per shape.
 
     make ab OLD=COMMIT            builds COMMIT in build/ab, and compares it with this checkout
-    python tools/ab.py OLD_PYTHON NEW_PYTHON [--isa avx2] [--shapes llama,kivi8] [--asks 12]
+    python bench/ab.py OLD_PYTHON NEW_PYTHON [--isa avx2] [--shapes llama,kivi8] [--asks 12]
 
 OLD_PYTHON and NEW_PYTHON are interpreters with a kvedge of their own. A shared machine has slow
 moments, when a neighbour computes on the same core. So each side is asked many times in turn, and

@@ -1,6 +1,6 @@
 """What MultiHeadKvCache costs a model: `kvedge eval` for a cache that is no format of KVCache.
 
-    python tools/multi_head_loss.py MODEL.bin TOKENIZER.bin TEXT.txt [TOKENS]
+    python bench/multi_head_loss.py MODEL.bin TOKENIZER.bin TEXT.txt [TOKENS]
 
 Prints a row of docs/formats.md for each choice: bits per value, nats lost, KL to float32.
 """

@@ -1,4 +1,4 @@
-"""What takes in keys and values: kvedge's layer, NumPy, ggml's q8_0, and a plain copy as the limit.
+"""What takes in keys and values: kvedge's layer, ggml's q8_0, and a plain copy as the limit.
 
 Each stores its tokens at the next place of a long store, call by call, and begins anew at its end:
 what is written is as cold as in a growing cache. The store's pages are all there beforehand; the
@@ -86,26 +86,6 @@ def kvedge_layer(intake: Intake) -> Step:
     return step
 
 
-def numpy_quantizer(intake: Intake) -> Step:
-    """The same INT8 rows as kvedge's, in the fewest NumPy calls."""
-    shape = intake.shape
-    rows = (intake.places, 2, intake.tokens, shape.num_kv_heads)
-    codes = np.ones((*rows, shape.head_dim), np.int8)
-    scales = np.ones(rows, np.float32)
-
-    def quantize(values: np.ndarray, to_codes: np.ndarray, to_scales: np.ndarray) -> None:
-        peak = np.maximum(values.max(axis=-1), -values.min(axis=-1))
-        np.multiply(peak, np.float32(1 / 127), out=to_scales)
-        factor = np.float32(127) / np.where(peak == 0, np.float32(1), peak)
-        np.rint(values * factor[..., None], out=to_codes, casting="unsafe")
-
-    def step(place: int) -> None:
-        for part, values in enumerate(intake.pair(place)):
-            quantize(values, codes[place, part], scales[place, part])
-
-    return step
-
-
 def ggml_q8_0(intake: Intake) -> Step:
     """The conversion that ggml's CPU backend uses when rows are stored in a q8_0 cache."""
     from_float = ggml.load().from_float(ggml.Q8_0)
@@ -146,7 +126,6 @@ def memory_copy(intake: Intake) -> Step:
 #: By the name in the tables.
 QUANTIZERS: dict[str, Callable[[Intake], Step]] = {
     "kvedge": kvedge_layer,
-    "numpy": numpy_quantizer,
     "ggml-q8_0": ggml_q8_0,
     "memory copy": memory_copy,
 }

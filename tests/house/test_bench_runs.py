@@ -1,4 +1,4 @@
-"""What bench/ keeps: the tables are those of the runs, and the README leads to each."""
+"""What bench/ keeps: runs that can be shown, and a README that leads to each."""
 
 import importlib.util
 import re
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import PROGRAMS
+from kvedge.bench.catalog import BENCHMARKS
+from kvedge.bench.page import tables_of
 from kvedge.bench.report import load_report, save_report
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -28,21 +31,17 @@ def test_runs_are_a_line_each_as_save_writes_them(tmp_path):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.stem)
-def test_the_tables_of_a_run_are_up_to_date(run):
-    written = (BENCH / "tables" / f"{run.stem}.md").read_text(encoding="utf-8")
-    assert written == load("tables").page(run), "run: python bench/tables.py"
-
-
-def test_there_are_no_tables_without_a_run():
-    tables = {path.stem for path in (BENCH / "tables").glob("*.md")}
-    assert tables == {run.stem for run in RUNS}, "run: python bench/tables.py"
+def test_every_run_can_be_shown(run):
+    report = load_report(str(run))
+    modules = {module.NAME: module for module in (*BENCHMARKS, *PROGRAMS)}
+    assert all(table.rows for table in tables_of(modules[report["benchmark"]], report)[-1:])
 
 
 def test_the_readme_is_short_and_leads_to_every_page():
     text = (BENCH / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
     for run in RUNS:
-        assert f"](tables/{run.stem}.md)" in text
+        assert f"](runs/{run.stem}.json)" in text
 
 
 def test_the_pictures_of_the_readme_are_those_that_its_command_draws():

@@ -1,4 +1,4 @@
-"""``kvedge bench paged``: attention over blocks, against the same tokens in one piece."""
+"""``python -m bench paged``: attention over blocks, against the same tokens in one piece."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 
 import kvedge
+from bench.figures import against_first, copies_that_fit, timing_rows
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.peers import filled_layers
-from kvedge.bench.report import print_by_shape, print_header, timing_rows
+from kvedge.bench.report import print_by_shape, print_header
 from kvedge.bench.roundrobin import TimedCalls
 from kvedge.bench.runner import Run, all_cases, settings_of
 from kvedge.bench.shapes import SHAPES, AttentionShape
-from kvedge.bench.statistics import against_first
 from kvedge.bench.workload import Workload, make_workload
 from kvedge.console.exits import CommandError
 from kvedge.console.output import Output
@@ -38,9 +37,9 @@ one sequence in blocks that lie in order, and in blocks that lie in disorder; an
 sequences in one call, likewise. Scales, where a format has them, are float16.
 """
 EXAMPLES = """\
-  kvedge bench paged
-  kvedge bench paged --context 8192 --block-size 16 32 64 --batch 4
-  kvedge bench paged --dtype kivi4 --shape Phi-3-mini
+  python -m bench paged
+  python -m bench paged --context 8192 --block-size 16 32 64 --batch 4
+  python -m bench paged --dtype kivi4 --shape Phi-3-mini
 """
 
 _CONTEXT = 32768
@@ -155,7 +154,7 @@ def _layouts(
 
 
 def _one_piece(workload: Workload, numbers: _Numbers, copies: int) -> Callable[[int], object]:
-    layers = filled_layers(workload, copies, dtype=numbers.dtype, **_scales(numbers.dtype))
+    layers = filled_layers(workload, copies, numbers.dtype, **_scales(numbers.dtype))
     out = np.empty_like(workload.query)
     threads = numbers.num_threads
     return lambda copy: layers[copy].attend(workload.query, out=out, num_threads=threads)

@@ -1,4 +1,4 @@
-"""``kvedge bench distributed``: a context over ranks, what of it is transport, and a model."""
+"""``python -m bench distributed``: a context over ranks, what of it is transport, and a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bench.figures import fit_line
+from bench.rank_processes import KINDS, RankProcesses, message_bytes
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus
 from kvedge.bench.copies import available_bytes, copies_for, shortage
-from kvedge.bench.rank_processes import KINDS, RankProcesses, message_bytes
 from kvedge.bench.report import (
     by_shape,
     microseconds,
@@ -23,7 +24,7 @@ from kvedge.bench.report import (
 )
 from kvedge.bench.runner import Run
 from kvedge.bench.shapes import SHAPES, AttentionShape
-from kvedge.bench.statistics import fit_line, spread_of
+from kvedge.bench.statistics import spread_of
 from kvedge.console.exits import CommandError
 from kvedge.console.output import Output
 from kvedge.console.sizes import format_size
@@ -41,8 +42,8 @@ that are read, bytes that are sent, latency), and estimates from which context o
 pays over 1 and 10 gigabit Ethernet. Needs: pip install 'kvedge[distributed]'.
 """
 EXAMPLES = """\
-  kvedge bench distributed
-  kvedge bench distributed --shape Qwen3-0.6B --context 4096 32768 131072 --ranks 1 2
+  python -m bench distributed
+  python -m bench distributed --shape Qwen3-0.6B --context 4096 32768 131072 --ranks 1 2
 """
 
 _CONTEXTS = (2048, 8192, 32768)

@@ -1,4 +1,4 @@
-"""``kvedge bench push``: how fast keys and values are taken in."""
+"""``python -m bench push``: how fast keys and values are taken in."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bench.figures import timing_rows
+from bench.quantizers import QUANTIZERS, Intake, Step, make_intake
 from kvedge import system
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import choose_cpus
 from kvedge.bench.copies import copies_for
 from kvedge.bench.peers import KvedgeLayer, installed_peers
-from kvedge.bench.quantizers import QUANTIZERS, Intake, Step, make_intake
-from kvedge.bench.report import print_by_shape, print_header, timing_rows
+from kvedge.bench.report import print_by_shape, print_header
 from kvedge.bench.roundrobin import TimedCalls
 from kvedge.bench.runner import Run
 from kvedge.bench.shapes import SHAPES, AttentionShape
@@ -27,13 +28,13 @@ NAME = "push"
 SUMMARY = "GB/s of float32 keys and values taken in: one token, and a prompt's"
 DESCRIPTION = """\
 Time to store keys and values as INT8, for one token (push) and for many (extend), on one thread:
-kvedge, NumPy, ggml's q8_0 (the conversion alone) and a copy of the float32 bytes. GB/s are bytes of
+kvedge, ggml's q8_0 (the conversion alone) and a copy of the float32 bytes. GB/s are bytes of
 float32 that come in. One token comes from the processor's caches, where the model has just left it;
 many tokens come from memory, or with --hot from the caches too.
 """
 EXAMPLES = """\
-  kvedge bench push
-  kvedge bench push --shape Qwen3-0.6B --tokens 1 64 512 4096 --hot
+  python -m bench push
+  python -m bench push --shape Qwen3-0.6B --tokens 1 64 512 4096 --hot
 """
 
 _TOKENS = (1, 512)

@@ -1,10 +1,10 @@
-"""``kvedge bench distributed``: that it measures, and what its model says of known numbers."""
+"""``python -m bench distributed``: that it measures, and what its model says of known numbers."""
 
 import json
 
 import pytest
 
-from kvedge.bench import distributed
+from bench import distributed
 from kvedge.bench.shapes import SHAPES
 from kvedge.cli import main
 from kvedge.console import exits

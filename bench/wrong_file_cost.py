@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what the most expensive wrong files known cost until they are refused: time and memory.
 
-python tools/wrong_file_cost.py [--entries 1000000] [--strings 3900000]
+python bench/wrong_file_cost.py [--entries 1000000] [--strings 3900000]
 
 session: a header whose metadata has many entries (safetensors; at most 100 MB are read).
 GGUF: a field that is a list of many empty strings (4,000,000 parts are read at most).

@@ -7,12 +7,12 @@
               them in int8 costs, on normally distributed rows; and on such whose keys have constant
               channels besides (10 in every 16th), as some models' have.
 
-    python tools/accuracy.py                     # the kernels kvedge chose, lengths to 32,768
-    KVEDGE_ISA=avx2 python tools/accuracy.py     # others
-    python tools/accuracy.py --longest 131072
-    python tools/accuracy.py --precision         # arithmetic only: each path of this CPU, by
+    python bench/accuracy.py                     # the kernels kvedge chose, lengths to 32,768
+    KVEDGE_ISA=avx2 python bench/accuracy.py     # others
+    python bench/accuracy.py --longest 131072
+    python bench/accuracy.py --precision         # arithmetic only: each path of this CPU, by
                                                  # precision_bits and the spread of the logits
-    python tools/accuracy.py --worst             # arithmetic by default only: the worst of 9,450
+    python bench/accuracy.py --worst             # arithmetic by default only: the worst of 9,450
                                                  # single rows between flat and sharp
 """
 

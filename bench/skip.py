@@ -1,4 +1,4 @@
-"""``kvedge bench skip``: what ``tolerance`` saves where values need not be read."""
+"""``python -m bench skip``: what ``tolerance`` saves where values need not be read."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 import kvedge
+from bench.figures import against_first, copies_that_fit, timing_rows
+from bench.model_rows import LayerRows, rows_of_model
 from kvedge.bench import options as common
 from kvedge.bench import plotting
-from kvedge.bench.copies import copies_that_fit
-from kvedge.bench.model_rows import LayerRows, rows_of_model
 from kvedge.bench.peers import KvedgeLayer
-from kvedge.bench.report import percent, print_by_shape, print_header, timing_rows
+from kvedge.bench.report import percent, print_by_shape, print_header
 from kvedge.bench.roundrobin import BandwidthProbe, TimedCalls
 from kvedge.bench.runner import Run, settings_of
 from kvedge.bench.shapes import AttentionShape
-from kvedge.bench.statistics import against_first, spread_of
+from kvedge.bench.statistics import spread_of
 from kvedge.console.exits import CommandError
 from kvedge.console.output import Output
 
@@ -35,8 +35,8 @@ one long context. Beside it normal rows of the same shape, of which nothing can 
 last column is what reading all would take at this machine's read limit, over the time it took.
 """
 EXAMPLES = """\
-  kvedge bench skip --model model.bin --text book.txt
-  kvedge bench skip --model model.bin --text book.txt --new-tokens 64    # a prompt
+  python -m bench skip --model model.bin --text book.txt
+  python -m bench skip --model model.bin --text book.txt --new-tokens 64    # a prompt
 """
 
 _CONTEXTS = (2048, 8192, 32768)

@@ -1,4 +1,4 @@
-"""``kvedge bench state``: steps of states, beside torch's and the speed of memory."""
+"""``python -m bench state``: steps of states, beside torch's and the speed of memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bench.figures import copies_that_fit, timing_rows
+from bench.state_steps import LAYERS, Layer, Steps, torch_version
 from kvedge.bench import options as common
 from kvedge.bench import plotting
 from kvedge.bench.affinity import pinning
-from kvedge.bench.copies import copies_that_fit
 from kvedge.bench.peers import KvedgeLayer
-from kvedge.bench.report import percent, print_header, timing_rows
+from kvedge.bench.report import percent, print_header
 from kvedge.bench.roundrobin import TimedCalls
 from kvedge.bench.runner import Run
-from kvedge.bench.state_steps import LAYERS, Layer, Steps, torch_version
 from kvedge.bench.statistics import spread_of
 from kvedge.console.output import Output
 from kvedge.console.values import positive_int
@@ -33,9 +33,9 @@ states float32, as transformers keeps them.
 Layers: {", ".join(LAYERS)}.
 """
 EXAMPLES = """\
-  kvedge bench state
-  kvedge bench state --layer qwen3.5-0.8b --tokens 1 --hot
-  kvedge bench state --layer granite4-350m lfm2-350m --tokens 512 --threads 1 2
+  python -m bench state
+  python -m bench state --layer qwen3.5-0.8b --tokens 1 --hot
+  python -m bench state --layer granite4-350m lfm2-350m --tokens 512 --threads 1 2
 """
 
 _TOKENS = (1, 512)

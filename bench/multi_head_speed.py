@@ -2,7 +2,7 @@
 
 Caches are cold, one thread; the best of the rounds, in turn. ``KVEDGE_ISA`` chooses the kernels.
 
-    python tools/multi_head_speed.py --tokens 32768 --head-dim 128 --group 4
+    python bench/multi_head_speed.py --tokens 32768 --head-dim 128 --group 4
 """
 
 import argparse
