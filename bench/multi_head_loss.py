@@ -73,11 +73,10 @@ def main() -> None:
     tokens = model.tokenizer.encode(text[: 16 * count])[:count]
     dim = model.config.head_dim
     choices = [*parse_choices(["int8"])]
-    kinds = [*((bits, 0) for bits in range(2, 9)), (2, dim), (3, dim), (4, dim), (4, dim // 4)]
-    for bits, projections in kinds:
-        name = f"{bits} bits" + (f" + {projections} projections" if projections else "")
-        config = KvCacheConfig(dim, bits, projections, seed=1)
-        choices.append(SimpleNamespace(name=name, config=config))
+    for bits in range(2, 9):
+        choices.append(
+            SimpleNamespace(name=f"{bits} bits", config=KvCacheConfig(dim, bits, seed=1))
+        )
     for result in evaluate(Subject(model, 1), np.array(tokens), choices):
         print(
             f"| {result.choice.name} | {result.bits_per_value:.2f} | {result.loss.mean:+.4f} "
