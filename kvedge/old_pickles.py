@@ -10,11 +10,17 @@ from kvedge.layer.layer import restored as restored_layer
 from kvedge.layer.parts import PartContents
 from kvedge.layer.types import Fp8KvLayer
 
+
+class Sketches:
+    """Signs of projections in a pickle of a MultiHeadKvCache of 0.1, which are left out."""
+
+
 _NAMES: dict[str, dict[str, object]] = {
     "kvedge.cache_history": {"_restore_cache": restored_cache},
     "kvedge.layer": {"_restore": restored_layer},
     "kvedge.layer_precise": {"PartContents": PartContents},
     "kvedge.layer_types": {"Fp8KvLayer": Fp8KvLayer},
+    "kvedge.multi_head.sketch": {"Sketches": Sketches},
     "kvedge.snapshot": {
         cls.__name__: cls for cls in (CacheContents, CacheFormat, KvCacheSnapshot, LayerContents)
     },

@@ -4,35 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvedge.bench import (
-    decode,
-    distributed,
-    formats,
-    hugging_face,
-    logits,
-    paged,
-    prefill,
-    push,
-    skip,
-    state,
-    sweep,
-    threads,
-)
+from kvedge.bench import decode, hugging_face, prefill, threads
 
 __all__ = ["BENCHMARKS"]
 
-#: Modules, each a :class:`kvedge.bench.benchmark.Benchmark`.
-BENCHMARKS: tuple[Any, ...] = (
-    decode,
-    prefill,
-    formats,
-    push,
-    paged,
-    logits,
-    skip,
-    state,
-    threads,
-    sweep,
-    hugging_face,
-    distributed,
-)
+#: Modules, each a :class:`kvedge.bench.benchmark.Benchmark`. ``python -m bench`` adds its own.
+BENCHMARKS: list[Any] = [decode, prefill, threads, hugging_face]

@@ -61,7 +61,7 @@ class Entry:
     competitor: Competitor
     copies: int
     bytes: int  # of one copy, in its own format
-    error: float  # against float64 attention on the values before they were stored
+    error: float | None  # to float64 attention on the values before they were stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,10 @@ def enter(
     entries: list[Entry] = []
     notes: list[str] = []
     for competitor in competitors:
-        size = int(competitor.bytes_per_token(shape) * context)
-        copies, why_not = _room_for(competitor, size, workload, conditions)
+        why_not = competitor.refuses(shape)
+        if why_not is None:
+            size = int(competitor.bytes_per_token(shape) * context)
+            copies, why_not = _room_for(size, workload, conditions)
         if why_not is None:
             copies_wanted = copies_for(size, conditions.machine, hot=conditions.hot)
             if copies < copies_wanted:
@@ -127,13 +129,15 @@ def enter(
             try:
                 competitor.prepare(workload, copies, num_threads)
                 output = competitor.as_array(competitor.run(0))
+                is_exact = competitor.is_plain_attention
+                found = workload.error(output, exact) if is_exact else None
             except Exception as error:  # a library's own; the others can still be measured
                 competitor.release()
                 if competitor is competitors[0]:
                     raise
                 why_not = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
-                entries.append(Entry(competitor, copies, size, workload.error(output, exact)))
+                entries.append(Entry(competitor, copies, size, found))
         if why_not is not None:
             if competitor is competitors[0]:
                 raise CommandError(f"{shape}, {context} tokens: {why_not}")
@@ -147,13 +151,8 @@ def _case(shape: AttentionShape, context: int) -> str:
     return f"{shape.name or numbers}, {context} tokens"
 
 
-def _room_for(
-    competitor: Competitor, size: int, workload: Workload, conditions: Conditions
-) -> tuple[int, str | None]:
+def _room_for(size: int, workload: Workload, conditions: Conditions) -> tuple[int, str | None]:
     """Return how many copies there is room for, and why it is none if that is so."""
-    refusal = competitor.refuses(workload.shape)
-    if refusal is not None:
-        return 0, refusal
     wanted = copies_for(size, conditions.machine, hot=conditions.hot)
     available = available_bytes(system.machine())  # now: others have taken their part
     # Converting takes another array of the keys' and values' size for a while.

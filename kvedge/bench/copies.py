@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvedge import system
-from kvedge.console.exits import CommandError
 from kvedge.console.sizes import format_size
 
 __all__ = [
@@ -11,7 +10,6 @@ __all__ = [
     "available_bytes",
     "cold_bytes",
     "copies_for",
-    "copies_that_fit",
     "shortage",
 ]
 
@@ -54,20 +52,3 @@ def shortage(needed: int, available: int | None) -> str | None:
     if available is None or needed <= available:
         return None
     return f"needs {format_size(needed)} of memory, {format_size(max(available, 0))} are left"
-
-
-def copies_that_fit(
-    case: str, cache_bytes: int, machine: system.Machine, *, hot: bool, layouts: int = 1
-) -> int:
-    """Return :func:`copies_for`, of each of so many layouts, where there is memory for them.
-
-    Raises
-    ------
-    CommandError
-        If there is not; it names the ``case``.
-    """
-    copies = copies_for(cache_bytes, machine, hot=hot)
-    lacking = shortage(layouts * copies * cache_bytes, available_bytes(system.machine()))
-    if lacking is not None:
-        raise CommandError(f"{case}: {lacking}")
-    return copies

@@ -33,7 +33,7 @@ NAME = "decode"
 SUMMARY = "attention of one token over a long cache, against the peers"
 DESCRIPTION = """\
 Time of one layer and token, for shapes of known models and several context lengths: kvedge and
-whichever of NumPy, PyTorch, ONNX Runtime and ggml are installed, in turn in one run, beside the
+whichever of PyTorch, ONNX Runtime and ggml are installed, in turn in one run, beside the
 speed at which this machine reads memory. Caches are cold unless --hot is given.
 """
 EXAMPLES = """\
@@ -41,6 +41,10 @@ EXAMPLES = """\
   kvedge bench decode --shape Llama-3.2-1B --context 32768 --threads 1 2
   kvedge bench decode --shape 24,8,128 --context all --peers ggml-q8_0 ort-int8
   kvedge bench decode --peers none --hot --shape Qwen3-0.6B --context 512
+  kvedge bench decode --context all --shape Llama-3.2-1B     # time against context
+  kvedge bench decode --peers none --formats all             # every storage format beside int8
+  kvedge bench decode --peers none --formats float16 kivi4:recent=96,sinks=4
+  kvedge bench decode --peers none --options all             # softcap, ALiBi, masks, windows
   kvedge bench decode --peers kvedge-16 kvedge-24            # other precision_bits
   kvedge bench decode --save run.json --plot run.png
 """
@@ -53,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cases = common.add_cases(parser, _CONTEXTS)
     common.add_threads(cases)
     common.add_peers(cases)
+    common.add_variants(cases)
     common.add_how(parser)
 
 

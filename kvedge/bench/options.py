@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 from collections.abc import Sequence
 
-from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
+from kvedge.bench.peers import LOGIT_OPTIONS, PEER_NAMES, VARIANT_NAMES, KvedgeLayer
 from kvedge.bench.shapes import CONTEXTS, SHAPES, AttentionShape, parse_shape
+from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int
+from kvedge.core.config import layer_config
+from kvedge.core.formats import DTYPES
 from kvedge.core.options import MAX_THREADS
 
 __all__ = [
@@ -21,10 +25,12 @@ __all__ = [
     "add_rounds",
     "add_shapes",
     "add_threads",
+    "add_variants",
     "chosen_contexts",
     "chosen_peers",
     "chosen_shapes",
     "chosen_threads",
+    "chosen_variants",
     "parse_context",
     "parse_seconds",
 ]
@@ -152,10 +158,49 @@ def add_peers(group: argparse._ArgumentGroup, *, default: str = "all") -> None:
         action="extend",
         metavar="PEER",
         help=f"whom to compare with: all, none, {', '.join(PEER_NAMES)}; and "
-        f"{', '.join(VARIANT_NAMES)} (storage formats, precision_bits, pages), which 'all' leaves "
-        f"out. Default: {default}",
+        f"{', '.join(VARIANT_NAMES)} (precision_bits), which 'all' leaves out. Default: {default}",
     )
     group.set_defaults(default_peers=default)
+
+
+def add_variants(group: argparse._ArgumentGroup) -> None:
+    """Add ``--formats`` and ``--options``: kvedge in other formats, with options of logits."""
+    group.add_argument(
+        "--formats",
+        nargs="+",
+        action="extend",
+        metavar="FORMAT",
+        help="kvedge in other formats too, named as for 'kvedge eval' (int4, "
+        "kivi4:recent=96,sinks=4); 'all': each format as it is",
+    )
+    group.add_argument(
+        "--options",
+        choices=("all", *LOGIT_OPTIONS),
+        nargs="+",
+        action="extend",
+        metavar="OPTION",
+        help=f"kvedge with options of logits too: all, {', '.join(LOGIT_OPTIONS)}",
+    )
+
+
+def chosen_variants(options: argparse.Namespace) -> list[KvedgeLayer]:
+    """Return kvedge as ``--formats`` and ``--options`` say, each once."""
+    from kvedge.evaluation import parse_choices
+
+    names = [name for name in DTYPES if name != "int8"]
+    words = options.formats or ()
+    choices = parse_choices(each for word in words for each in (names if word == "all" else [word]))
+    of_layers = inspect.signature(layer_config).parameters
+    for choice in choices:
+        if other := [option for option in choice.cache_options if option not in of_layers]:
+            raise UsageError(f"--formats {choice.name}: {other[0]} is no option of a single layer")
+    formats = [
+        KvedgeLayer(each.name, each.dtype, each.cache_options, each.attention_options)
+        for each in choices
+    ]
+    asked = options.options or ()
+    variants = [name for name in LOGIT_OPTIONS if name in asked or "all" in asked]
+    return [*formats, *(KvedgeLayer(name, logit_option=name) for name in variants)]
 
 
 def chosen_peers(options: argparse.Namespace) -> tuple[str, ...]:

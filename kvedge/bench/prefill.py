@@ -32,7 +32,7 @@ NAME = "prefill"
 SUMMARY = "attention of a prompt's tokens over what is stored, against the peers"
 DESCRIPTION = """\
 Time of one layer for a chunk of a prompt behind contexts of several lengths, causal: kvedge, the
-same with precision_bits=8 and 16, and whichever of NumPy, PyTorch, ONNX Runtime and ggml are
+same with precision_bits=8 and 16, and whichever of PyTorch, ONNX Runtime and ggml are
 installed, in turn in one run. Times are of attention alone; for kvedge also with the chunk's keys
 and values quantized and stored. A call reads everything once for hundreds of rows, so caches are
 neither kept hot nor made cold. Errors are those of some rows of the chunk.
@@ -56,6 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     common.add_threads(cases)
     common.add_peers(cases)
+    common.add_variants(cases)
     common.add_rounds(parser.add_argument_group("how"))
     common.add_output(parser)
 

@@ -37,7 +37,6 @@ __all__ = [
     "save_report",
     "scientific",
     "threads_of",
-    "timing_rows",
 ]
 
 #: Changes when a field of a report changes its meaning.
@@ -192,25 +191,6 @@ def product_limit(case: Mapping[str, Any]) -> float | None:
     """Return the seconds that a case's products take alone; None if that was not measured."""
     rate = case.get("product_rate")  # runs of before had none, and the NumPy backend has none
     return None if rate is None else float(case["products"] / rate["median"])
-
-
-def timing_rows(
-    case: Mapping[str, Any],
-    numbers: Sequence[str],
-    figures_of: Callable[[Mapping[str, Any]], Iterable[str]],
-) -> Iterable[Sequence[str]]:
-    """Write a case's results: its numbers once, and of each its name, time, figures and rounds."""
-    for result in case["results"]:
-        seconds = result["seconds"]
-        yield (
-            *numbers,
-            result["name"],
-            microseconds(seconds["median"]),
-            plus_minus(seconds),
-            *figures_of(result),
-            str(seconds["count"]),
-        )
-        numbers = [""] * len(numbers)
 
 
 def plus_minus(measured: Mapping[str, Any]) -> str:

@@ -65,13 +65,13 @@ class Run:
         options: argparse.Namespace,
         settings: Mapping[str, Any],
         *always: str,
-        own: Sequence[Any] | None = None,
         **more: Any,
     ) -> Run:
-        """Begin a run of kvedge, or of `own`, and those peers asked for that are installed."""
+        """Begin a run of kvedge, its variants and those peers asked for that are installed."""
         names = dict.fromkeys((*always, *common.chosen_peers(options)))
         peers, notes = installed_peers(tuple(names))
-        competitors = [*([KvedgeLayer()] if own is None else own), *peers]
+        variants = common.chosen_variants(options) if "formats" in options else []
+        competitors = [KvedgeLayer(), *variants, *peers]
         return cls(name, options, settings, competitors=competitors, notes=notes, **more)
 
     def show(self, output: Output, cases: int, steps: int | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import kvedge
 from kvedge import system
-from kvedge.bench import decode, formats, page, prefill, push, threads
+from kvedge.bench import decode, page, prefill, threads
 from kvedge.bench.report import FORMAT, json_line, load_report
 from kvedge.console import plotting
 from kvedge.console.exits import INTERRUPTED, OK, CommandError, UsageError
@@ -21,7 +21,7 @@ from kvedge.files.replacing import check_target, replacing
 NAME = "report"
 SUMMARY = "the usual benchmarks of this machine in one file: .html, .md or .json"
 DESCRIPTION = """\
-Measure decoding, prompts, formats, push and threads on shapes of small models, and write one file:
+Measure decoding, prompts, formats and threads on shapes of small models, and write one file:
 a page that opens offline, with plots (.html, which needs matplotlib), Markdown (.md), or all
 figures (.json). It says which machine and versions they are of. Takes some minutes; --quick takes
 less, with fewer rounds and shorter contexts, for figures that are rougher. --from writes a .json
@@ -40,8 +40,11 @@ _SHAPES = ("--shape", "Llama-3.2-1B", "Qwen2.5-0.5B")
 _RUNS: tuple[tuple[Any, tuple[str, ...], tuple[str, ...]], ...] = (
     (decode, (*_SHAPES, "--context", "2048", "8192", "32768"), ("--context", "1024", "4096")),
     (prefill, ("--context", "0", "4096"), ("--context", "0", "1024")),
-    (formats, ("--shape", "Llama-3.2-1B", "--context", "8192"), ("--context", "2048")),
-    (push, (), ()),
+    (
+        decode,
+        (*_SHAPES[:2], "--context", "8192", "--peers", "ggml-q4_0", "--formats", "all"),
+        ("--context", "2048"),
+    ),
     (threads, ("--shape", "Llama-3.2-1B", "--peers", "none"), ("--context", "2048")),
 )
 _QUICK = ("--rounds", "5", "--budget", "2")
@@ -117,6 +120,9 @@ def written(report: dict[str, Any], suffix: str) -> str:
     if suffix == ".json":
         return json_line(report)
     by_name = {benchmark.NAME: benchmark for benchmark, _, _ in _RUNS}
+    names = [each["benchmark"] for each in report["runs"]]
+    if unknown := [name for name in names if name not in by_name]:
+        raise CommandError(f"runs of {', '.join(unknown)} are of another version of kvedge")
     sections = [(by_name[each["benchmark"]], each) for each in report["runs"]]
     title = f"kvedge {report['version']} on {report['machine']['cpu']}, {report['time'][:10]}"
     if suffix == ".html":

@@ -17,13 +17,13 @@ NAME = "bench"
 SUMMARY = "measure this machine: kvedge, its peers, and the speed of memory"
 DESCRIPTION = """\
 Benchmarks of kvedge on this machine, beside its peers where they are installed (PyTorch, ONNX
-Runtime, ggml through llama-cpp-python, NumPy: pip install 'kvedge[bench]') and beside the speed at
+Runtime, ggml through llama-cpp-python: pip install 'kvedge[bench]') and beside the speed at
 which the machine reads memory. 'kvedge bench NAME --help' describes each.
 """
 EXAMPLES = """\
   kvedge bench decode --shape Llama-3.2-1B --context 32768
   kvedge bench prefill --shape Llama-3.2-1B --context 4096
-  kvedge bench push
+  kvedge bench decode --peers none --formats all
   kvedge bench llama.cpp -m model.gguf
   kvedge bench report --out report.html
   kvedge bench decode --save run.json && kvedge bench show run.json --plot run.png

@@ -104,8 +104,6 @@ def _obstacles(options: argparse.Namespace) -> Iterator[str]:
         yield f"{options.model} is not a GGUF file"
     if options.tokenizer is not None:
         yield "--tokenizer: it takes the one in the GGUF file"
-    if options.compare:
-        yield "--compare is of kvedge's own caches"
     if options.group is not None:
         yield "it does not run as several processes"
     for name in ("cache", "key_dtype", "value_dtype"):

@@ -8,7 +8,6 @@ import sys
 from kvedge.cli import (
     cache_options,
     chat,
-    compare,
     engines,
     hugging_face,
     prompt,
@@ -45,27 +44,11 @@ EXAMPLES = """\
   kvedge generate -m model.gguf -f book.txt --evict heavy:tokens=512   # in bounded memory
   kvedge generate --hf Qwen2.5-0.5B-Instruct -p "Why is the sea salty?"
   torchrun --nproc-per-node 2 -m kvedge generate -m model.gguf -f book.txt   # half the cache each
-  kvedge generate --compare              # int8 against float32, token by token
   kvedge generate > story.txt            # the summary stays on the screen
 """
 
 _DEFAULT_TOKENS = 200
 _LEAST_TO_SHIFT = 2
-_OF_COMPARE = (
-    *("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last", "logit_bias"),
-    *(
-        "samplers",
-        "seed",
-        "stop",
-        "cache",
-        "evict",
-        "window",
-        "save_session",
-        "load_session",
-        "prompt_cache",
-        "chat",
-    ),
-)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -111,12 +94,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     chat.add_options(parser.add_argument_group("chat"))
     ranks.add_options(parser.add_argument_group("several processes, under torchrun"))
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        default=None,
-        help="run int8 and float32 caches side by side and tell where they part",
-    )
 
 
 def _stop_string(text: str) -> str:
@@ -155,8 +132,6 @@ def _run(options: argparse.Namespace, output: Output) -> int:
             f"--on-full shift needs a context of {_LEAST_TO_SHIFT} tokens or more, to have one "
             f"left when it drops the older half: --context {options.context or limit} has fewer"
         )
-    if options.compare:
-        return compare.run(model, path, options, output)
     if options.chat:
         return chat.run(model, path, options, output)
     return writer.Writer(model, path, options, output).run()
@@ -173,10 +148,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--state-dtype is for models with states, which run with --hf DIR alone")
     if options.hf is not None and options.samplers is not None:
         raise UsageError("--samplers is for --model: transformers has an order of its own")
-    if options.compare:
-        _refuse(options, _OF_COMPARE, "--compare, which runs both caches, greedy")
-        if options.tokens < 1:
-            raise UsageError("--compare needs at least one token: --tokens 1 or more")
     space = options.namespace
     if space is not None and (options.prompt_cache is None or not space or not space.isprintable()):
         raise UsageError("--namespace TEXT, of printable characters, goes with --prompt-cache FILE")

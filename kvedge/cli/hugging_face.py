@@ -20,7 +20,7 @@ from kvedge.core import packages
 __all__ = ["add_options", "load", "run"]
 
 _FOREIGN = (
-    *("model", "tokenizer", "context", "window", "compare"),
+    *("model", "tokenizer", "context", "window"),
     *("save_session", "load_session", "prompt_cache", "namespace"),
 )
 

@@ -41,7 +41,7 @@ EXTRAS = {
     "gguf": ("gguf", "tokenizers"),
     "io": ("safetensors",),
     "transformers": ("torch", "transformers", "accelerate"),
-    "peers": ("matplotlib", "torch", "onnx", "onnxruntime", "threadpoolctl"),
+    "peers": ("matplotlib", "torch", "onnx", "onnxruntime"),
     "bench": ("llama_cpp",),
 }
 

@@ -36,8 +36,8 @@ __all__ = [
 
 _TIMEOUT = 60.0
 _LOADING = 600.0  # seconds that one rank may take longer than another to load the model
-# What needs tokens to move between ranks, a prompt on every rank, or two caches.
-_REFUSED = ("chat", "compare", "prompt_cache", "window")
+# What needs tokens to move between ranks, or a prompt on every rank.
+_REFUSED = ("chat", "prompt_cache", "window")
 _OF_RANKS = ("block_size", "rank_weights", "rank_timeout")
 
 

@@ -63,7 +63,6 @@ PACKAGES = {
     "onnxruntime": Package("onnxruntime", "peers", ("InferenceSession", "SessionOptions")),
     "rich": Package("rich", "cli", _RICH),
     "safetensors": Package("safetensors", "io", ("safe_open", "SafetensorError"), (0, 6)),
-    "threadpoolctl": Package("threadpoolctl", "peers", ("threadpool_limits",)),
     "tokenizers": Package("tokenizers", "gguf", _TOKENIZERS),
     "torch": Package("torch", "transformers", ("Tensor", "nn.functional"), (2, 5)),
     "transformers": Package("transformers", "transformers", _TRANSFORMERS, (4, 56)),

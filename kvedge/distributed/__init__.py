@@ -8,14 +8,12 @@ and from there as with a :class:`kvedge.KVCache`, with the same calls on every r
 
 from kvedge.distributed.cache import ShardedKVCache
 from kvedge.distributed.group import Group, MpiGroup, TorchGroup
-from kvedge.distributed.leading import LeadingKVCache
 from kvedge.distributed.placement import Placement
 from kvedge.distributed.snapshot import ShardedSnapshot
 from kvedge.distributed.weights import measure_weights
 
 __all__ = [
     "Group",
-    "LeadingKVCache",
     "MpiGroup",
     "Placement",
     "ShardedKVCache",

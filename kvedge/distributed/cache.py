@@ -22,7 +22,6 @@ from kvedge.distributed import files
 from kvedge.distributed.facts import ShardedFacts
 from kvedge.distributed.first_tokens import FirstTokens, check_shareable, check_storable, close
 from kvedge.distributed.group import as_group
-from kvedge.distributed.leading import LeadingKVCache, follow
 from kvedge.distributed.placement import BLOCK_SIZE
 from kvedge.distributed.share import Share, join
 from kvedge.distributed.snapshot import ShardedSnapshot
@@ -422,43 +421,6 @@ class ShardedKVCache(ShardedFacts):
             self._high_water = [n] * self.num_layers
         self._length = n
         self._ends = [n] * self.num_layers
-
-    # ---- one rank's model ------------------------------------------------------------------------
-
-    def lead(self) -> LeadingKVCache:
-        """Return this cache as one whose calls are made on all ranks: this one runs the model.
-
-        All others call :meth:`follow`. A step sends them the keys, values and queries of each layer
-        (``broadcast``), and they the parts of the result, as ever.
-
-        Examples
-        --------
-        >>> if cache.rank == 0:
-        ...     with cache.lead() as leading:
-        ...         run_model(leading)
-        ... else:
-        ...     cache.follow()
-        """
-        return LeadingKVCache(self)
-
-    def follow(self, leader: int = 0, *, idle: float = 3600.0) -> None:
-        """Make the calls that another rank makes on its :meth:`lead`, until that stops.
-
-        What it is refused, this rank is refused as well, and goes on.
-
-        Parameters
-        ----------
-        leader : int
-            The rank that leads.
-        idle : float
-            Seconds without a call after which the leader counts as lost. (Of a
-            :class:`kvedge.distributed.Group` that has a ``timeout``.)
-
-        Raises
-        ------
-        RankLostError, GroupMismatchError, OutOfMemoryError, InvalidArgumentError
-        """
-        follow(self, leader, idle)
 
     # ---- files -----------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """A cache of 2 to 8 bits per value, by a random rotation and a Lloyd-Max grid.
 
 ``cache.py`` is the class, ``head.py`` one head of it, ``config.py`` its settings, ``rotation.py``
-the rotation, ``sketch.py`` the signs that make scores unbiased, ``file.py`` saving and loading.
+the rotation, ``file.py`` saving and loading.
 """

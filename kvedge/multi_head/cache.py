@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvedge.core.checks import FLOAT32_MAX
 from kvedge.core.config import MAX_KV_HEADS, as_int
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.memory import memory_for
-from kvedge.core.options import as_mask, default_scale, shows_options
+from kvedge.core.options import default_scale, shows_options
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 from kvedge.files.replacing import check_target
@@ -25,7 +26,6 @@ from kvedge.multi_head import file
 from kvedge.multi_head.config import KvCacheConfig
 from kvedge.multi_head.head import KvCacheHead
 from kvedge.multi_head.rotation import Rotation
-from kvedge.multi_head.sketch import Sketch, Sketches
 
 __all__ = ["MultiHeadKvCache"]
 
@@ -53,7 +53,7 @@ class MultiHeadKvCache:
 
     Notes
     -----
-    Readers may attend beside one writer. With ``projections`` calls wait for each other.
+    Readers may attend beside one writer.
 
     Examples
     --------
@@ -89,12 +89,7 @@ class MultiHeadKvCache:
         self._store = store_of(layer)
         heads, dim = layer.num_kv_heads, config.head_dim
         self._rotation = Rotation(heads, dim, config.seed)
-        self._sketch: Sketch | None = None
-        self._sketches: Sketches | None = None
-        if config.projections:
-            self._sketch = Sketch(heads, dim, config.projections, config.seed)
-            self._sketches = self._sketch.empty(heads)
-        self._lock = threading.RLock()  # held by writers, and where sketches are read
+        self._lock = threading.RLock()  # held by writers
 
     # ---- writing ---------------------------------------------------------------------------------
 
@@ -144,18 +139,7 @@ class MultiHeadKvCache:
         )
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         with self._lock:
-            before = len(layer)
             layer.extend(keys, values)
-            if self._sketch is not None and self._sketches is not None:
-                try:
-                    held = self._store.held()
-                    stored = np.empty(keys.shape, np.float32)
-                    self._store.dequantize(held, False, before, held.num_tokens, stored)
-                    residuals = keys.astype(np.float64) - stored
-                    self._sketches += self._sketch.of(residuals)
-                except BaseException:
-                    layer.truncate(before)
-                    raise
 
     def _rotated(self, rows: np.ndarray, name: str) -> np.ndarray:
         """Finite rows (n, num_heads, head_dim) as they are stored, float32."""
@@ -176,7 +160,6 @@ class MultiHeadKvCache:
         """Drop all tokens but the first `n`; PositionOutOfRangeError where there are fewer."""
         with self._lock:
             self._layer.truncate(n)
-            self._keep_sketches(slice(0, n))
 
     def evict_outside_window(self, window_size: int) -> None:
         """Drop all tokens but the last `window_size`; nothing where there are no more.
@@ -193,22 +176,16 @@ class MultiHeadKvCache:
             gone = len(self._layer) - window_size
             if gone > 0:
                 self._layer.drop_first(gone)
-                self._keep_sketches(slice(gone, None))
 
     def clear(self) -> None:
         """Drop all tokens."""
         with self._lock:
             self._layer.clear()
-            self._keep_sketches(slice(0, 0))
 
     def reserve(self, n: int) -> None:
         """Have room for `n` more tokens."""
         with self._lock:
             self._layer.reserve(n)
-
-    def _keep_sketches(self, at: slice) -> None:
-        if self._sketches is not None:
-            self._sketches = self._sketches.part(at)
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -235,13 +212,7 @@ class MultiHeadKvCache:
         rows, _ = checks.as_query(_stacked(query, "query"), self._store.config, many=False)
         self._check_query_heads(rows)
         factor = default_scale(rows.shape[2]) if scale is None else checks.as_float(scale, "scale")
-        turned = self._turned(rows)
-        if self._sketch is None or self._sketches is None:
-            return self._layer.scores(_flat(turned)[0], scale=factor)
-        with self._lock:
-            scores = self._layer.scores(_flat(turned)[0], scale=factor)
-            bias = self._sketch.corrections(turned, self._sketches)[:, 0]
-            return np.asarray(scores + np.float32(factor) * bias)
+        return self._layer.scores(_flat(self._turned(rows))[0], scale=factor)
 
     @shows_options
     @in_default_mode
@@ -257,8 +228,7 @@ class MultiHeadKvCache:
         """Attention of query rows over the tokens stored.
 
         All is as in :meth:`kvedge.QuantizedKvLayer.attend`: query rows, options, what comes back
-        and what is raised. With ``projections`` an array of num_query_heads * n * len float32 is
-        made on the way, and ``softcap`` is refused, since it would come before the corrections.
+        and what is raised.
         """
         config = self._store.config
         rows, single = checks.as_query(query, config, layout=layout)
@@ -272,12 +242,7 @@ class MultiHeadKvCache:
         ]
         target = arrays.as_target(out, given, reads=reads, layout=layout)
         turned = self._turned(rows)
-        if self._sketch is None:
-            result, lse = self._layer.attend(_flat(turned), return_lse=True, **options)
-        else:
-            with self._lock:
-                options = self._corrected(turned, options)
-                result, lse = self._layer.attend(_flat(turned), return_lse=True, **options)
+        result, lse = self._layer.attend(_flat(turned), return_lse=True, **options)
         back = self._rotation.undo(result.reshape(turned.shape)).reshape(rows.shape)
         rounded = np.clip(back, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32)
         rounded[np.abs(rounded) < checks.FLOAT32_TINY] = 0
@@ -285,26 +250,6 @@ class MultiHeadKvCache:
         if not checks.as_bool(return_lse, "return_lse"):
             return target.finish()
         return target.finish(), (lse[0] if single else lse.T if layout == "hnd" else lse)
-
-    def _corrected(self, turned: np.ndarray, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of attend, with the corrections of the sketches in the mask."""
-        assert self._sketch is not None and self._sketches is not None
-        if options.get("softcap") is not None:
-            raise InvalidArgumentError("softcap cannot be had with projections: use projections=0")
-        if not len(self._layer):
-            return options  # refused below, in the words of all layers
-        scale = options.get("scale")
-        factor = (
-            default_scale(turned.shape[3]) if scale is None else checks.as_float(scale, "scale")
-        )
-        bias = self._sketch.corrections(turned, self._sketches)
-        bias *= np.float32(factor)
-        if options.get("mask") is not None:
-            given = as_mask(options["mask"], bias.shape)
-            hidden = given["mask_bool"] == 0 if "mask_bool" in given else None
-            bias = bias + given["mask_bias"] if hidden is None else np.where(hidden, -np.inf, bias)
-            bias = bias.astype(np.float32, copy=False)
-        return options | {"mask": bias}
 
     def _turned(self, rows: np.ndarray) -> np.ndarray:
         """Queries (n, num_query_heads, D) as the keys are rotated: float64 (n, heads, group, D)."""
@@ -390,16 +335,13 @@ class MultiHeadKvCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token: codes, scales and sketches of all heads."""
-        sketch = 0 if self._sketch is None else self._sketch.bytes_of_a_key()
-        return memory.token_bytes(self._store.config) + self.num_heads * sketch
+        """Bytes of a token: codes and scales of all heads."""
+        return memory.token_bytes(self._store.config)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes reserved for keys and values."""
-        sketches = self._sketches
-        sizes = 0 if sketches is None else sketches.signs.nbytes + sketches.norms.nbytes
-        return self._layer.memory_bytes + sizes
+        return self._layer.memory_bytes
 
     @property
     def compression_ratio(self) -> float:
@@ -409,10 +351,9 @@ class MultiHeadKvCache:
     def __repr__(self) -> str:
         """Class, fill and shape."""
         config = self._kv_config
-        more = f", projections={config.projections}" if config.projections else ""
         return (
             f"<{type(self).__name__} {len(self)} tokens, {self.num_heads} heads x "
-            f"{config.head_dim}, {config.bits} bits{more}, {self.token_bytes} bytes per token>"
+            f"{config.head_dim}, {config.bits} bits, {self.token_bytes} bytes per token>"
         )
 
     # ---- copies and files ------------------------------------------------------------------------
@@ -437,8 +378,7 @@ class MultiHeadKvCache:
     def _state(self) -> tuple[Any, ...]:
         with self._lock:
             tokens = [np.array(rows) for rows in self._store.held().tokens]
-            sketches = self._sketches
-        return self._kv_config, self.num_heads, self._num_query_heads, tokens, sketches
+        return self._kv_config, self.num_heads, self._num_query_heads, tokens
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a file, safetensors: all of it or nothing; needs ``kvedge[io]``."""
@@ -463,15 +403,15 @@ def _restored(
     num_heads: int,
     num_query_heads: int | None,
     tokens: Sequence[np.ndarray],
-    sketches: Sketches | None,
+    sketches: Any = None,
 ) -> MultiHeadKvCache:
-    """A cache of these stored bytes, in the active backend."""
+    """A cache of these stored bytes, in the active backend; pickles of 0.1 have sketches."""
+    if sketches is not None:
+        config = replace(config, projections=0)
     cache = MultiHeadKvCache(num_heads, config, num_query_heads=num_query_heads)
     store = cache._store
     reserve(store, len(tokens[0]))
     fill(store, tokens, store.key_map, store.key_rule, 0, ())
-    if sketches is not None:
-        cache._sketches = sketches.part(slice(None))
     return cache
 
 

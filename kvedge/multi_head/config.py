@@ -9,9 +9,7 @@ from kvedge.core.formats import SCALE_TYPES
 from kvedge.core.types import ScaleDtype
 from kvedge.errors import InvalidArgumentError
 
-__all__ = ["MAX_PROJECTIONS", "KvCacheConfig"]
-
-MAX_PROJECTIONS = 4096
+__all__ = ["KvCacheConfig"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +23,8 @@ class KvCacheConfig:
     bits : int
         Bits of a stored value, 2 to 8; a row has a scale besides.
     projections : int
-        Signs of random projections kept of what storing a key loses, 0 to 4096 per key. They make
-        scores unbiased, and noisier; 0, the default, gives the smaller error (docs/formats.md).
+        0. (Signs of random projections of what storing a key loses were kept here until version
+        0.2; a further bit costs less for a smaller error.)
     seed : int
         Of the random rotations, 0 to 2^64 - 1. Head h takes seed + h.
     scale_dtype : {"float16", "float32"}
@@ -48,13 +46,16 @@ class KvCacheConfig:
         for name, least, most in (
             ("head_dim", 1, MAX_HEAD_DIM),
             ("bits", 2, 8),
-            ("projections", 0, MAX_PROJECTIONS),
             ("seed", 0, (1 << 64) - 1),
         ):
             number = as_int(getattr(self, name), name)
             if not least <= number <= most:
                 raise InvalidArgumentError(f"{name} must be from {least} to {most}, not {number}")
             object.__setattr__(self, name, number)
+        if as_int(self.projections, "projections"):
+            raise InvalidArgumentError(
+                f"projections must be 0, not {self.projections}: take a further bit instead"
+            )
         one_of(self.scale_dtype, "scale_dtype", SCALE_TYPES)
 
     def layer_config(self, num_heads: int, capacity: int) -> LayerConfig:

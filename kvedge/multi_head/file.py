@@ -1,4 +1,7 @@
-"""Saving and loading a MultiHeadKvCache."""
+"""Saving and loading a MultiHeadKvCache.
+
+Files of version 0.1 may hold signs of projections as well. They are checked and left out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from kvedge.core import checks, memory
 from kvedge.errors import KvedgeError
 from kvedge.files import tensors as tensor_file
 from kvedge.multi_head.config import KvCacheConfig
-from kvedge.multi_head.sketch import Sketches
 
 __all__ = ["load", "save"]
 
@@ -22,7 +24,7 @@ _VERSION = "1"
 
 def save(state: tuple[Any, ...], path: str | os.PathLike[str]) -> None:
     """Write what a cache is made of; see :meth:`kvedge.MultiHeadKvCache.save`."""
-    config, num_heads, num_query_heads, tokens, sketches = state
+    config, num_heads, num_query_heads, tokens = state
     fields = {
         "format": _FORMAT,
         "format_version": _VERSION,
@@ -31,10 +33,7 @@ def save(state: tuple[Any, ...], path: str | os.PathLike[str]) -> None:
         "length": str(len(tokens[0])),
         **{field.name: str(getattr(config, field.name)) for field in fields_of(config)},
     }
-    tensors = dict(zip(memory.Slabs._fields, tokens, strict=True))
-    if sketches is not None:
-        tensors |= {"sketch_signs": sketches.signs, "sketch_norms": sketches.norms}
-    tensor_file.write(path, fields, tensors)
+    tensor_file.write(path, fields, dict(zip(memory.Slabs._fields, tokens, strict=True)))
 
 
 def load(path: str | os.PathLike[str]) -> tuple[Any, ...]:
@@ -47,9 +46,9 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, ...]:
             f"{_VERSION!r}: a newer kvedge wrote it",
         )
     given: dict[str, Any] = {
-        name: tensor_file.number(path, fields, name)
-        for name in ("head_dim", "bits", "projections", "seed")
+        name: tensor_file.number(path, fields, name) for name in ("head_dim", "bits", "seed")
     }
+    projections = tensor_file.number(path, fields, "projections")
     length = tensor_file.number(path, fields, "length")
     num_heads = tensor_file.number(path, fields, "num_heads")
     num_query_heads = None
@@ -68,16 +67,10 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, ...]:
         if fault is not None:
             tensor_file.corrupt(path, f"tensor {name} holds {fault}")
         tokens.append(array)
-    sketches = None
-    if config.projections:
-        signs_shape = (length, num_heads, -(-config.projections // 8))
-        signs = tensor_file.check_array(path, arrays, "sketch_signs", np.uint8, signs_shape)
-        norms = tensor_file.check_array(
-            path, arrays, "sketch_norms", np.float32, (length, num_heads)
-        )
-        if norms.size and not (np.isfinite(norms).all() and norms.min() >= 0):
-            tensor_file.corrupt(path, "tensor sketch_norms holds what no length is")
-        sketches = Sketches(signs, norms)
-    if len(arrays) != (6 if config.projections else 4):
+    if projections:
+        shape = (length, num_heads, -(-projections // 8))
+        tensor_file.check_array(path, arrays, "sketch_signs", np.uint8, shape)
+        tensor_file.check_array(path, arrays, "sketch_norms", np.float32, shape[:2])
+    if len(arrays) != (6 if projections else 4):
         tensor_file.corrupt(path, "it has tensors that do not belong there")
-    return config, num_heads, num_query_heads, tokens, sketches
+    return config, num_heads, num_query_heads, tokens

@@ -15,15 +15,15 @@ import pytest
 from browser import needs_browser
 
 from kvedge import system
-from kvedge.bench import contest, copies, decode, formats, prefill, push, threads, whole
+from kvedge.bench import contest, copies, decode, prefill, threads, whole
 from kvedge.bench.report import load_report
 from kvedge.cli import main
 from kvedge.console import exits
 
 TINY = ("--shape", "4,2,16", "--hot", "--rounds", "2")
 RUNS = (
-    (push, (*TINY, "--tokens", "1"), ()),
-    (formats, (*TINY, "--context", "8", "--new-tokens", "4", "--formats", "int4"), ()),
+    (threads, (*TINY, "--context", "8", "--threads", "1", "--peers", "none"), ()),
+    (decode, (*TINY, "--context", "8", "--peers", "none", "--formats", "int4"), ()),
 )
 
 
@@ -35,7 +35,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(system, "product_rate", lambda *args, **options: rate)
     monkeypatch.setattr(copies, "cold_bytes", lambda machine: 1 << 16)
     monkeypatch.setattr(contest, "_SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(push, "_STORED_TOKENS", 64)
     monkeypatch.setattr(whole, "_RUNS", RUNS)
 
 
@@ -48,17 +47,21 @@ def measured(tmp_path):
 
 def test_json_has_each_run_as_save_writes_it(measured):
     report = json.loads(measured.read_text())
-    assert [run["benchmark"] for run in report["runs"]] == ["push", "formats"]
+    assert [run["benchmark"] for run in report["runs"]] == ["threads", "decode"]
     assert report["machine"]["cpu"] == system.machine().cpu and not report["interrupted"]
     assert all(run["cases"] for run in report["runs"])
-    assert report["runs"][0]["command"].startswith("bench push --shape 4,2,16")
+    assert report["runs"][0]["command"].startswith("bench threads --shape 4,2,16")
 
 
 def test_markdown_of_figures_measured_before(measured, tmp_path):
     page = tmp_path / "report.md"
     assert main(["bench", "report", "--from", str(measured), "--out", str(page)]) == exits.OK
     text = page.read_text()
-    assert text.startswith("# kvedge ") and "| int4 |" in text and "kvedge bench push" in text
+    assert (
+        text.startswith("# kvedge ")
+        and "| kvedge-int4 |" in text
+        and "kvedge bench threads" in text
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -88,11 +91,11 @@ def test_other_names_are_refused_before_minutes_of_measuring(name, tmp_path, cap
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_what_cannot_be_written_is_told_before_minutes_of_measuring(tmp_path, capsys, monkeypatch):
-    for module in (decode, push):
+    for module in (decode, prefill):
         monkeypatch.setattr(module, "measure", None)
     os.mkfifo(tmp_path / "run.json")
     os.mkfifo(tmp_path / "run.svg")
-    flags = {"report": ["--out", "run.json"], "push": ["--save", "run.json"]}
+    flags = {"report": ["--out", "run.json"], "prefill": ["--save", "run.json"]}
     if importlib.util.find_spec("matplotlib"):
         flags["decode"] = ["--plot", "run.svg"]
     for name, (flag, file) in flags.items():
@@ -103,18 +106,30 @@ def test_what_cannot_be_written_is_told_before_minutes_of_measuring(tmp_path, ca
 
 def test_a_file_of_something_else_is_refused(tmp_path, capsys):
     path = tmp_path / "run.json"
-    assert main(["bench", "push", *TINY, "--tokens", "1", "--save", str(path)]) == exits.OK
+    assert (
+        main(["bench", "decode", *TINY, "--context", "8", "--peers", "none", "--save", str(path)])
+        == exits.OK
+    )
     code = main(["bench", "report", "--from", str(path), "--out", str(tmp_path / "a.md")])
     assert code not in (exits.OK, exits.USAGE)
     assert "no report of 'kvedge bench report'" in capsys.readouterr().err
 
 
+def test_a_report_of_another_version_is_refused(measured, tmp_path, capsys):
+    report = json.loads(measured.read_text())
+    report["runs"][0]["benchmark"] = "push"
+    measured.write_text(json.dumps(report))
+    page = tmp_path / "report.md"
+    assert main(["bench", "report", "--from", str(measured), "--out", str(page)]) == exits.FAILED
+    assert "runs of push are of another version" in capsys.readouterr().err and not page.exists()
+
+
 def test_what_was_measured_before_an_interrupt_is_written(tmp_path, monkeypatch):
     def interrupted(options, output):
-        return {**push_measure(options, output), "interrupted": True}
+        return {**measure(options, output), "interrupted": True}
 
-    push_measure = push.measure
-    monkeypatch.setattr(push, "measure", interrupted)
+    measure = threads.measure
+    monkeypatch.setattr(threads, "measure", interrupted)
     path = tmp_path / "report.json"
     assert main(["bench", "report", "--out", str(path)]) == exits.INTERRUPTED
     report = json.loads(path.read_text())

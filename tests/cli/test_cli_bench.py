@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import re
 
-import numpy as np
 import pytest
 
 import kvedge
 from kvedge import system
-from kvedge.bench import contest, copies, push, state_steps
+from kvedge.bench import contest, copies
 from kvedge.bench.catalog import BENCHMARKS
-from kvedge.bench.model_rows import rows_of_model
-from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES
+from kvedge.bench.peers import LOGIT_OPTIONS, PEER_NAMES, VARIANT_NAMES
 from kvedge.cli import main
 from kvedge.console import exits
-from kvedge.core.formats import FORMATS
-from kvedge.core.half import decode_bfloat16
-from kvedge.data import STORIES_MODEL, STORIES_TEXT
-from kvedge.llama import LlamaModel
+from kvedge.core.formats import DTYPES, FORMATS
 
 # One small layer, in the caches, three rounds: about a tenth of a second per case.
 TINY = ["--shape", "4,2,16", "--hot", "--rounds", "3"]
 COMMANDS = {
-    "decode": [*TINY, "--context", "8", "24", "--threads", "1", "2", "--peers", "numpy-fp32"],
+    "decode": [*TINY, *"--context 8 24 --threads 1 2 --peers none --formats float32".split()],
     "prefill": "--shape 4,2,16 --rounds 3 --context 0 24 --new-tokens 8 --threads 1 2 "
-    "--peers numpy-fp32".split(),
-    "push": [*TINY, "--tokens", "1", "20"],
-    "paged": [*TINY, "--context", "40", "--block-size", "4", "8", "--batch", "2"],
-    "logits": [*TINY, "--context", "40", "--new-tokens", "5"],
-    "skip": ["--hot", "--rounds", "3", "--context", "40", "--new-tokens", "5"],
+    "--peers none --formats float32".split(),
     "threads": [*TINY, "--context", "8", "--threads", "1", "--peers", "none"],
-    "sweep": [*TINY, "--context", "8", "16", "64"],
-    "state": "--layer lfm2-350m kimi-linear --hot --rounds 3 --tokens 1 3 --threads 1 2".split(),
-}
-# What a report says of whose it is, where that is no shape of attention.
-SHAPES = {
-    "skip": "4 KV heads of 8",
-    "state": "lfm2-350m: convolution, 1024 channels, width 3",
 }
 
 
@@ -54,7 +37,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(system, "product_rate", lambda *args, **options: rate)
     monkeypatch.setattr(copies, "cold_bytes", lambda machine: 1 << 16)
     monkeypatch.setattr(contest, "_SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(push, "_STORED_TOKENS", 64)
 
 
 def _json(capsys, *arguments):
@@ -71,7 +53,7 @@ def test_tables_for_people(name, capsys):
     assert main(["bench", name, *COMMANDS[name]]) == exits.OK
     text = capsys.readouterr().out
     assert system.machine().cpu in text and kvedge.__version__ in text
-    assert SHAPES.get(name, "4 query heads, 2 KV heads of 16") in text
+    assert "4 query heads, 2 KV heads of 16" in text
     assert (kvedge.get_num_threads(), _affinity()) == (threads, affinity)  # as before
 
 
@@ -100,8 +82,8 @@ def test_decode_json(capsys):
     for case in cases:
         assert case["shape"] == {"name": "", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
         own, peer = case["results"]
-        assert own["arithmetic_error"] < 2e-4 and peer["arithmetic_error"] is None
-        assert (own["name"], peer["name"]) == ("kvedge", "numpy-fp32")
+        assert own["arithmetic_error"] < 2e-4 and peer["arithmetic_error"] < 1e-5
+        assert (own["name"], peer["name"]) == ("kvedge", "kvedge-float32")
         assert own["bytes"] == case["context"] * 2 * 2 * (16 + 4)  # a float32 scale per row
         assert peer["bytes"] == case["context"] * 2 * 2 * 16 * 4
         assert own["ratio_to_kvedge"] == 1.0
@@ -145,29 +127,65 @@ def test_decode_is_cold_by_default(capsys):
 
 
 def test_decode_at_other_precisions_when_asked(capsys):
-    options = [*TINY, "--context", "24", "--peers", "numpy-fp32", "kvedge-24", "kvedge-16"]
+    options = [*TINY, "--context", "24", "--peers", "kvedge-24", "kvedge-16"]
     report = _json(capsys, "decode", *options)
     [case] = report["cases"]
     names = [result["name"] for result in case["results"]]
-    assert names == ["kvedge", "kvedge-16", "kvedge-24", "numpy-fp32"]
+    assert names == ["kvedge", "kvedge-16", "kvedge-24"]
     assert report["competitors"]["kvedge-24"] == kvedge.__version__
     assert case["results"][1]["arithmetic_error"] < 2e-4
     assert case["results"][2]["arithmetic_error"] < 1e-5
 
 
 def test_other_formats_stand_beside_int8_and_are_no_peers(capsys, tmp_path):
-    names = [f"kvedge-{name}" for name in FORMATS if name != "int8"]
+    names = [f"kvedge-{name}" for name in DTYPES if name not in ("int8", "q8_0")]
     path = tmp_path / "run.json"
-    options = [*TINY, "--context", "24", "--peers", "numpy-fp32", *names, "--save", str(path)]
+    options = [*TINY, "--context", "24", "--peers", "none", "--formats", "all", "--save", str(path)]
     assert main(["bench", "decode", *options]) == exits.OK
     summary = capsys.readouterr().out.partition("summary")[2]
-    assert "numpy-fp32" in summary and not any(name in summary for name in names)
-    results = json.loads(path.read_text())["cases"][0]["results"]
-    assert [result["name"] for result in results] == ["kvedge", *names, "numpy-fp32"]
-    for result, row in zip(results[1:-1], list(FORMATS.values())[1:], strict=True):
+    assert not any(name in summary for name in names)
+    report = json.loads(path.read_text())
+    assert "kvedge-q8_0 left out at 4,2,16, 24 tokens: head_dim must be" in report["notes"][-1]
+    results = report["cases"][0]["results"]
+    assert [result["name"] for result in results] == ["kvedge", *names]
+    for result, row in zip(results[1:], list(FORMATS.values())[1:], strict=False):
         scales = 24 * 2 * 2 * 4 if row.has_scales else 0
         assert result["bytes"] == 24 * 2 * 2 * 16 * row.bits // 8 + scales
         assert result["arithmetic_error"] < 2e-4
+
+
+def test_formats_have_the_names_and_options_of_eval(capsys):
+    formats = ["kivi4:recent=32,sinks=4", "int8:precision_bits=24"]
+    options = [*TINY, "--context", "96", "--peers", "none", "--formats", *formats]
+    for benchmark, more in (("decode", []), ("prefill", ["--new-tokens", "8"])):
+        words = [word for word in options if benchmark == "decode" or word != "--hot"]
+        [case] = _json(capsys, benchmark, *words, *more)["cases"]
+        found = {result["name"]: result for result in case["results"]}
+        assert {f"kvedge-{name}" for name in formats} <= set(found)
+        assert found["kvedge-int8:precision_bits=24"]["arithmetic_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("int5", "no format 'int5'"),
+        ("int8:eviction=heavy,eviction_tokens=99", "eviction is no option of a single"),
+    ],
+)
+def test_what_is_no_format_of_a_layer_is_refused(name, told, capsys):
+    assert main(["bench", "decode", *TINY, "--peers", "none", "--formats", name]) != exits.OK
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("context", [4, 40])
+def test_options_of_logits_have_times_and_no_error(context, capsys):
+    options = [*TINY, "--context", str(context), "--peers", "none", "--options", "all"]
+    [case] = _json(capsys, "decode", *options)["cases"]
+    names = [f"kvedge-{name}" for name in LOGIT_OPTIONS]
+    assert [result["name"] for result in case["results"]] == ["kvedge", *names]
+    for result in case["results"][1:]:
+        assert result["error"] is result["arithmetic_error"] is None
+        assert result["seconds"]["count"] == 3
 
 
 def test_prefill_json(capsys):
@@ -179,8 +197,8 @@ def test_prefill_json(capsys):
         assert case["new_tokens"] == 8
         seen_tokens = sum(case["context"] + i + 1 for i in range(8))
         assert case["operations"] == 4 * 4 * 16 * seen_tokens
-        own, coarsest, coarse, peer = case["results"]
-        names = ["kvedge", "kvedge-8", "kvedge-16", "numpy-fp32"]
+        own, peer, coarsest, coarse = case["results"]
+        names = ["kvedge", "kvedge-float32", "kvedge-8", "kvedge-16"]
         assert [result["name"] for result in case["results"]] == names
         assert own["bytes"] == (case["context"] + 8) * 2 * 2 * (16 + 4)
         assert own["ratio_to_kvedge"] == 1.0
@@ -192,123 +210,7 @@ def test_prefill_json(capsys):
             assert result["seconds_with_append"]["count"] == 3
             assert result["arithmetic_error"] < 2e-4 and 1e-4 < result["error"] < 0.1
         assert coarsest["arithmetic_error"] < 0.1
-        assert peer["seconds_with_append"] is None and peer["arithmetic_error"] is None
-        assert peer["error"] < 1e-5
-
-
-def test_paged_json(capsys):
-    report = _json(capsys, "paged", *COMMANDS["paged"])
-    assert [case["block_size"] for case in report["cases"]] == [4, 8]
-    for case in report["cases"]:
-        assert case["bytes"] == 40 * 2 * 2 * (16 + 2)  # a float16 scale per row
-        names = [result["name"] for result in case["results"]]
-        assert names[0] == "in one piece" and len(names) == 5
-        assert case["results"][0]["ratio_to_one_piece"] == 1.0
-
-
-def test_paged_of_other_formats(capsys):
-    arguments = [*TINY, "--context", "96", "--batch", "2"]
-    for dtype, size, bytes_per_token in (("kivi4", 32, 2 * 2 * 11), ("fp8_e5m2", 16, 2 * 2 * 16)):
-        [case] = _json(capsys, "paged", *arguments, "--dtype", dtype)["cases"]
-        assert case["block_size"] == size
-        assert case["bytes"] == 96 * bytes_per_token
-    assert (
-        main(["bench", "paged", *arguments, "--dtype", "kivi4", "--block-size", "48"]) != exits.OK
-    )
-    assert "multiples of 32 tokens, not 48" in capsys.readouterr().err
-
-
-def test_logits_json(capsys):
-    report = _json(capsys, "logits", *COMMANDS["logits"])
-    [case] = report["cases"]
-    names = [result["name"] for result in case["results"]]
-    assert names[:2] == ["none", "softcap"] and len(names) == 7
-    assert case["new_tokens"] == 5 and case["results"][0]["ratio_to_none"] == 1.0
-
-
-def test_logits_needs_as_many_tokens_as_have_a_query(capsys):
-    assert main(["bench", "logits", *TINY, "--context", "4", "--new-tokens", "5"]) != exits.OK
-    assert "4 tokens are too few for 5" in capsys.readouterr().err
-
-
-def test_skip_json(capsys):
-    report = _json(capsys, "skip", "--context", "700", *COMMANDS["skip"][:3])
-    model, normal = report["cases"]
-    assert (model["data"], normal["data"]) == ("model", "normal")
-    for case in (model, normal):
-        assert [result["name"] for result in case["results"]] == ["dense", "0.0001", "0.001"]
-        assert case["results"][0]["ratio_to_dense"] == 1.0
-        assert case["results"][0]["dropped"] == 0.0
-        for result in case["results"]:
-            whole = case["results"][0]["bytes"]
-            assert result["bytes"] == pytest.approx(whole * (1 - result["dropped"] / 2))
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--model", "a.bin"], "--model and --text go together"),
-        (["--context", "40", "--new-tokens", "41"], "--new-tokens 41"),
-    ],
-)
-def test_skip_refuses_what_it_cannot_measure(capsys, words, told):
-    assert main(["bench", "skip", *words]) != exits.OK
-    assert told in capsys.readouterr().err
-
-
-def test_rows_of_windows_are_those_of_one_context():
-    model = LlamaModel.from_file(STORIES_MODEL)
-    tokens = model.tokenizer.encode(STORIES_TEXT.read_text(encoding="utf-8"))[:700]
-    whole = rows_of_model(model, tokens, 700, 3)
-    cache = model.new_cache("float32", max_seq_len=188)
-    model.forward(tokens[512:], cache)
-    cache.shift(512, rope=model.config.rope)
-    for i, layer in enumerate(whole):
-        assert layer.keys.shape == layer.values.shape == (700, 4, 8)
-        assert layer.queries.shape == (3, 8, 8)
-        np.testing.assert_allclose(layer.keys[512:], cache.k(i), atol=1e-5)
-        np.testing.assert_array_equal(layer.values[512:], cache.v(i))
-
-
-def test_state_json(capsys):
-    report = _json(capsys, "state", *COMMANDS["state"])
-    seen = [(case["num_threads"], case["layer"], case["tokens"]) for case in report["cases"]]
-    assert seen == list(itertools.product([1, 2], ["lfm2-350m", "kimi-linear"], [1, 3]))
-    for case in report["cases"]:
-        names = [result["name"] for result in case["results"]]
-        own = case["results"][0]
-        assert own["ratio_to_kvedge"] == 1.0
-        alone = (case["num_threads"], case["tokens"]) == (1, 1)
-        assert ("read and written" in names) == alone == (own["share_of_limit"] is not None)
-    assert report["cases"][0]["state_bytes"] == 4 * 1024 * 3
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("kind", ["delta", "kda", "mamba", "conv"])
-def test_what_kvedge_and_torch_are_timed_at_is_the_same(kind, tokens, dtype):
-    if state_steps.torch_version() is None:
-        pytest.skip("needs the extra: pip install 'kvedge[transformers]'")
-    sizes = (8, 4) if kind == "conv" else (4, 16, 8)
-    steps = state_steps.Steps(state_steps.Layer("", kind, *sizes), tokens, dtype, 1)
-    run, other = steps.kvedge(1), steps.torch()
-    held = steps.states[0] if dtype == "float32" else decode_bfloat16(steps.states[0])
-    steps.torch_states[0].copy_(steps.torch_states[0].new_tensor(held))
-    got, wanted = run(0), other(0).float().numpy()
-    if kind == "conv":
-        got, wanted = got.T, wanted[0, :, -tokens:]
-    limit = (1e-5 if dtype == "float32" else 5e-2) * np.abs(wanted).max()
-    assert np.abs(got.reshape(wanted.shape) - wanted).max() <= limit
-
-
-def test_push_json(capsys):
-    report = _json(capsys, "push", *COMMANDS["push"])
-    assert [case["tokens"] for case in report["cases"]] == [1, 20]
-    for case in report["cases"]:
-        names = [result["name"] for result in case["results"]]
-        assert names[:2] == ["kvedge", "numpy"] and names[-1] == "memory copy"
-        assert case["bytes"] == case["tokens"] * 2 * 2 * 16 * 4
-        assert case["results"][-1]["speed_of_memory_copy"] == 1.0
+        assert peer["arithmetic_error"] < 1e-5 and peer["error"] < 1e-5
 
 
 @pytest.mark.subprocess
@@ -319,13 +221,6 @@ def test_threads_json(capsys):
     assert own["idle"]["count"] == own["one core busy"]["count"] == 3
 
 
-def test_sweep_json(capsys):
-    report = _json(capsys, "sweep", *COMMANDS["sweep"])
-    [line] = report["lines"]
-    assert [point["context"] for point in line["points"]] == [8, 16, 64]
-    assert line["r_squared"] <= 1.0
-
-
 def test_a_peer_that_is_not_installed_is_noted_and_the_rest_goes_on(capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     missing = ("torch", "onnxruntime", "llama_cpp")
@@ -334,7 +229,7 @@ def test_a_peer_that_is_not_installed_is_noted_and_the_rest_goes_on(capsys, monk
     )
     assert main(["bench", "decode", *TINY, "--context", "8"]) == exits.OK
     captured = capsys.readouterr()
-    assert "numpy-fp32" in captured.out and "torch-fp32" not in captured.out
+    assert "kvedge" in captured.out and "torch-fp32" not in captured.out
     for names in ("torch-fp32, torch-bf16", "ort-fp32, ort-int8", "ggml-f16, ggml-q8_0, ggml-q4_0"):
         assert f"note: {names} left out: no " in captured.err
 
@@ -393,9 +288,7 @@ def test_a_plot_without_matplotlib_fails_before_anything_is_measured(capsys, mon
         ["decode", "--budget", "nan"],
         ["decode", "--peers", "vllm"],
         ["decode", "--plot", "run.txt"],
-        ["push", "--tokens", "0"],
-        ["paged", "--block-size", "0"],
-        ["sweep", "--context", "512"],
+        ["decode", "--options", "magic"],
         ["show"],
     ],
 )
@@ -422,7 +315,7 @@ def test_help_of_each_benchmark_has_examples_and_exit_codes(name, capsys):
 def test_help_names_every_shape_and_peer(capsys):
     assert main(["bench", "decode", "--help"]) == exits.OK
     text = "".join(capsys.readouterr().out.split())  # lines are broken at hyphens too
-    assert all(name in text for name in (*PEER_NAMES, *VARIANT_NAMES, "Llama-3.2-1B"))
+    assert all(name in text for name in (*PEER_NAMES, *VARIANT_NAMES, *LOGIT_OPTIONS, "Llama"))
 
 
 def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvedge
-from kvedge.cli import compare, main, resume
+from kvedge.cli import main, resume
 from kvedge.console import exits, output
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 from kvedge.llama import LlamaModel, Sampler
@@ -198,10 +198,6 @@ def test_a_context_longer_than_the_models_is_refused(capsys):
         ("--cache", "fp8_e4m3", "--key-offset", "auto"),
         ("--cache", "float16", "--scale-dtype", "float16"),
         ("--tokenizer", "t.bin"),
-        ("--compare", "--cache", "int8"),
-        ("--compare", "--temperature", 1),
-        ("--compare", "--save-session", "x"),
-        ("--compare", "--tokens", 0),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(arguments, capsys):
@@ -751,7 +747,6 @@ def test_sampling_options_go_on_with_the_session(session, capsys):
         ("--evict", "heavy:tokens=64", "--on-full", "shift"),
         ("--evict", "oldest:tokens=64"),
         ("--evict", "heavy"),
-        ("--compare", "--top-k", 3),
         ("--system", "x"),
         ("--chat", "--json"),
     ],
@@ -783,91 +778,3 @@ def test_windows_and_formats_of_keys_reach_the_cache(session, capsys):
     _generate(capsys, "-n", 4, *more, "--load-session", session)
     _fails(capsys, "--load-session", session, "--window", 16, code=exits.USAGE)
     _fails(capsys, "--load-session", session, "--key-dtype", "int8", code=exits.USAGE)
-
-
-# ---- int8 against float32 ------------------------------------------------------------------------
-
-
-def test_compare_tells_what_two_separate_runs_tell(capsys):
-    report = _generate(capsys, "--compare", "--tokens", 120, "--prompt", "Tom saw a")
-    for dtype in ("int8", "float32"):
-        alone = _generate(capsys, "--tokens", 120, "--prompt", "Tom saw a", "--cache", dtype)
-        assert report[dtype]["tokens"] == alone["tokens"]
-        assert report[dtype]["text"] == alone["whole_text"]
-        assert report[dtype]["used_bytes"] == alone["cache"]["used_bytes"]
-    pairs = zip(report["int8"]["tokens"], report["float32"]["tokens"], strict=True)
-    parted = [index for index, (ours, exact) in enumerate(pairs) if ours != exact]
-    assert report["first_difference"] == (parted[0] if parted else None)
-    assert report["same_text"] == (not parted)
-    assert 0 < report["largest_logit_difference"] < report["logit_range_there"]
-
-
-def test_compare_as_text(capsys):
-    assert main(["generate", "--compare", "--tokens", "5"]) == exits.OK
-    text = capsys.readouterr().out
-    assert text.startswith("Once upon a time,\n")
-    assert "largest logit difference" in text and "nowhere: 5 tokens are the same" in text
-
-
-class _Scripted:
-    """A model whose next token depends on how many it has read, and on the cache alone."""
-
-    class tokenizer:
-        stop_ids = frozenset({0})
-
-    def __init__(self, **texts):
-        self.texts = texts  # one per dtype
-
-    def forward(self, tokens, cache, *, last_only, num_threads, precision_bits, tolerance):
-        cache.tokens.extend(tokens)
-        logits = np.zeros(10, np.float32)
-        written = len(cache.tokens) - 1  # after a prompt of one token
-        text = self.texts[cache.dtype]
-        logits[text[written] if written < len(text) else 0] = 5 if cache.dtype == "int8" else 4
-        return logits
-
-
-class _List:
-    def __init__(self, dtype, tokens=()):
-        self.dtype, self.tokens = dtype, list(tokens)
-
-    def copy(self):
-        return _List(self.dtype, self.tokens)
-
-
-def _compare(float32, int8, steps=10):
-    model = _Scripted(float32=float32, int8=int8)
-    readers = [compare._Reader(model, _List(dtype), None) for dtype in ("float32", "int8")]
-    return compare.compare(*readers, [9], range(steps)), readers
-
-
-def test_the_first_token_that_differs_is_found_and_both_texts_go_on():
-    result, (exact, coded) = _compare([1, 2, 3, 4, 0], [1, 2, 5, 6, 7, 0])
-    assert result.first_difference == 2
-    assert result.float32_tokens == [1, 2, 3, 4]
-    assert result.int8_tokens == [1, 2, 5, 6, 7]
-    # the differences are along the float32 text, whatever int8 chose for itself
-    assert coded.cache.tokens == exact.cache.tokens == [9, 1, 2, 3, 4]
-    assert result.largest_logit_difference == 5
-    assert result.largest_at == 4  # the last of equals
-
-
-def test_equal_texts_part_nowhere():
-    result, _ = _compare([1, 2, 3, 0], [1, 2, 3, 0])
-    assert result.first_difference is None
-    assert result.float32_tokens == result.int8_tokens == [1, 2, 3]
-    assert result.largest_logit_difference == 1
-
-
-def test_a_text_that_ends_sooner_parts_there():
-    result, _ = _compare([1, 2, 3, 0], [1, 0])
-    assert result.first_difference == 1
-    assert (result.float32_tokens, result.int8_tokens) == ([1, 2, 3], [1])
-    result, _ = _compare([1, 0], [1, 2, 3, 0])
-    assert result.first_difference == 1
-    assert (result.float32_tokens, result.int8_tokens) == ([1], [1, 2, 3])
-
-
-def test_the_comparison_stops_at_the_number_of_tokens_asked_for():
-    result, _ = _compare([1] * 20, [2] * 20, steps=3)
-    assert (result.float32_tokens, result.int8_tokens) == ([1] * 3, [2] * 3)

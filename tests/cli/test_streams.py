@@ -108,7 +108,7 @@ def test_a_text_that_is_not_utf8_is_refused_by_its_name(name, capsys):
     assert error.startswith(f"kvedge: {name} ")
 
 
-@pytest.mark.parametrize("more", [[], ["-p", ""], ["-f", os.devnull], ["-n", "0"], ["--compare"]])
+@pytest.mark.parametrize("more", [[], ["-p", ""], ["-f", os.devnull], ["-n", "0"]])
 def test_an_empty_prompt_without_bos_is_said(more, monkeypatch, capsys):
     from_file = LlamaModel.from_file
 

@@ -1,8 +1,5 @@
 """Caches whose layers differ: in their windows, shapes and formats."""
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
 from support import cache_content, content, normal, refuses
@@ -176,41 +173,6 @@ def test_a_mark_above_the_length_can_be_gone_to(pair, rng):
     step(pair, 3, rng)
 
 
-def test_copies_and_pickles_of_windows(pair, rng):
-    cache, full = pair
-    step(pair, 30, rng)
-    step(pair, 2, rng, advance=False)
-    for other in (cache.copy(), copy.copy(cache), pickle.loads(pickle.dumps(cache))):
-        assert cache_content(other) == cache_content(cache) and other.window == cache.window
-        more = full.copy()
-        other.advance(2)
-        more.advance(2)
-        step((other, more), 1, rng)
-        step((other, more), 12, rng)
-
-
-@pytest.mark.parametrize("mmap", [False, True])
-def test_windows_are_saved_and_loaded(pair, rng, tmp_path, mmap):
-    pytest.importorskip("safetensors")
-    cache, full = pair
-    for n in (0, 5, 30, 1):
-        if n:
-            step(pair, n, rng)
-        cache.save(tmp_path / "cache")
-        loaded = KVCache.load(tmp_path / "cache", mmap=mmap)
-        assert cache_content(loaded) == cache_content(cache)
-        assert (loaded.window, loaded.max_seq_len) == (cache.window, None)
-        assert [loaded.layer(i).num_dropped for i in range(4)] == [
-            cache.layer(i).num_dropped for i in range(4)
-        ]
-        more = full.copy()
-        step((loaded, more), 1, rng)
-        step((loaded, more), 14, rng)
-    cache.truncate(len(cache) - 1)
-    cache.save(tmp_path / "cache")
-    assert cache_content(KVCache.load(tmp_path / "cache", mmap=mmap)) == cache_content(cache)
-
-
 def test_a_refused_step_changes_no_layer(pair, rng):
     cache, _ = pair
     step(pair, 30, rng)
@@ -281,8 +243,6 @@ def test_layers_may_differ_in_all_but_their_position(rng, tmp_path):
     assert len(cache) == 25 and cache.k(2).shape == (25, 2, 40)
     assert ("3 KV heads" in repr(cache) and "64 and 32" in repr(cache)) or "64" in repr(cache)
     assert cache.attend(1, normal(rng, 4, 64)).shape == (4, 32)
-    for other in (cache.copy(), pickle.loads(pickle.dumps(cache))):
-        assert cache_content(other) == cache_content(cache)
     mark = cache.snapshot().detach()
     fill_mixed(cache, 1, rng)
     cache.restore(mark)
@@ -294,22 +254,6 @@ def test_layers_may_differ_in_all_but_their_position(rng, tmp_path):
     ):
         with refuses(errors.InvalidArgumentError, cache, match="differ"):
             read()
-
-
-@pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("max_seq_len", [None, 64])
-def test_layers_that_differ_are_saved_as_one(rng, tmp_path, mmap, max_seq_len):
-    pytest.importorskip("safetensors")
-    cache = mixed(key_offset="auto", max_seq_len=max_seq_len)
-    for n in (0, 20, 3):
-        if n:
-            fill_mixed(cache, n, rng)
-        cache.save(tmp_path / "cache", metadata={"a": "b"})
-        loaded = KVCache.load(tmp_path / "cache", mmap=mmap)
-        assert cache_content(loaded) == cache_content(cache)
-        assert loaded.max_seq_len == max_seq_len and loaded.metadata == {"a": "b"}
-        fill_mixed(loaded, 9, rng)
-    assert cache.layer(0).key_offset is not None and cache.layer(2).key_offset is None
 
 
 def test_what_layers_are_told_is_checked():

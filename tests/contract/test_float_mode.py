@@ -112,11 +112,10 @@ def made_around_layers(rows: np.ndarray, queries: np.ndarray) -> list[np.ndarray
         pages.append(sequence, 0, *rows)
         pages.advance(sequence, 96)
         made += [pages.k(sequence, 0), pages.v(sequence, 0)]
-    for projections in (0, 32):
-        heads = kvedge.MultiHeadKvCache(2, kvedge.KvCacheConfig(64, 3, projections))
-        heads.extend(*rows)
-        made += [heads.key_codes, heads.key_scales, heads.decode_keys(), heads.decode_values()]
-        made += [heads.attend(queries), heads.attention_scores(queries[0])]
+    heads = kvedge.MultiHeadKvCache(2, kvedge.KvCacheConfig(64, 3))
+    heads.extend(*rows)
+    made += [heads.key_codes, heads.key_scales, heads.decode_keys(), heads.decode_values()]
+    made += [heads.attend(queries), heads.attention_scores(queries[0])]
     lses = -np.arange(384, dtype=np.float32).reshape(2, 96, 2) / 4
     return made + list(kvedge.merge_attention(rows, lses, return_lse=True))
 

@@ -1,7 +1,5 @@
 """Layers that keep what a sliding window needs, against layers that keep all."""
 
-import pickle
-
 import numpy as np
 import pytest
 from support import content, normal, refuses
@@ -184,19 +182,6 @@ def test_going_back_keeps_the_window_whole(layer_class, rng):
     assert windowed.num_dropped == 0
     extend((windowed, full), normal(rng, 2, 40, H, D))
     assert_same(windowed, full, 40, rng)
-
-
-def test_copies_of_a_window_go_on(layer_class, rng):
-    windowed, full = pair(layer_class, 16)
-    extend((windowed, full), normal(rng, 2, 50, H, D))
-    extend((windowed, full), normal(rng, 2, 1, H, D))
-    rows = normal(rng, 2, 5, H, D)
-    for other in (windowed.copy(), pickle.loads(pickle.dumps(windowed))):
-        assert content(other) == content(windowed)
-        assert (other.window, other.num_dropped) == (16, 35)
-        more = full.copy()
-        extend((other, more), rows)
-        assert_same(other, more, 5, rng)
 
 
 def test_a_batch_of_windows(layer_class, rng):

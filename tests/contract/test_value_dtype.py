@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from kvedge.core.formats import FORMATS
 from kvedge.layer.layer import store_of
 
 PAIRS = [pair for pair in itertools.product(FORMATS, FORMATS) if pair[0] != pair[1]]
-SOME = [("int8", "float16"), ("float32", "int8"), ("fp8_e4m3", "int8"), ("bfloat16", "fp8_e5m2")]
 TOKENS, HEADS, DIM = 70, 2, 24
 
 
@@ -51,62 +48,6 @@ def test_attention_is_that_of_what_is_stored(keys, values, num_rows):
     query = np.random.default_rng(9).standard_normal((num_rows, 3 * HEADS, DIM)).astype(np.float32)
     expected, _ = attention(query, layer.keys(), layer.values())
     np.testing.assert_allclose(layer.attend(query), expected, atol=2e-4 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize(("keys", "values"), SOME)
-def test_copies_files_and_pickles_keep_both(tmp_path, keys, values):
-    cache = new_cache(keys, values, max_seq_len=100, key_scale="auto")
-    cache.save(tmp_path / "cache")
-    for other in (
-        cache.copy(),
-        copy.deepcopy(cache),
-        pickle.loads(pickle.dumps(cache)),
-        kvedge.KVCache.load(tmp_path / "cache"),
-        kvedge.KVCache.load(tmp_path / "cache", mmap=True),
-    ):
-        assert (other.dtype, other.value_dtype) == (keys, values)
-        for one, same in ((cache.layer(i), other.layer(i)) for i in range(2)):
-            np.testing.assert_array_equal(one.keys(), same.keys())
-            np.testing.assert_array_equal(one.values(), same.values())
-    other.truncate(60)
-    other.append(0, *rows(5, 3)), other.append(1, *rows(6, 3))
-    other.advance(3)
-    assert len(other) == 63
-
-
-def test_layers_of_a_file_differ_in_their_values(tmp_path):
-    layers = [
-        {},
-        {"value_dtype": "float16"},
-        {"dtype": "float32"},
-        {"dtype": "fp8_e4m3", "value_dtype": "fp8_e4m3"},
-    ]
-    cache = kvedge.KVCache(4, HEADS, DIM, value_dtype="int8", layers=layers)
-    for layer in range(4):
-        cache.append(layer, *rows(layer))
-    cache.advance(TOKENS)
-    cache.save(tmp_path / "cache")
-    other = kvedge.KVCache.load(tmp_path / "cache")
-    pairs = [("int8", "int8"), ("int8", "float16"), ("float32", "int8"), ("fp8_e4m3", "fp8_e4m3")]
-    assert [(layer.dtype, layer.value_dtype) for layer in map(other.layer, range(4))] == pairs
-
-
-@pytest.mark.parametrize(("keys", "values"), SOME)
-def test_a_pool_stores_both_as_a_cache_does(tmp_path, keys, values):
-    pool = kvedge.KvBlockPool(16, 8, 2, HEADS, DIM, key_dtype=keys, value_dtype=values)
-    cache = new_cache(keys, values)
-    paged = kvedge.PagedKvCache(pool)
-    sequence = paged.from_kv_cache(cache)
-    query = np.random.default_rng(9).standard_normal((4, DIM)).astype(np.float32)
-    expected = cache.layer(0).attend(query)
-    found = paged.attend(sequence, 0, query)
-    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
-    paged.save(tmp_path / "pool")
-    same = kvedge.PagedKvCache.load(tmp_path / "pool")
-    np.testing.assert_array_equal(same.attend(same.sequences[0], 0, query), found)
-    back = paged.to_kv_cache(sequence)
-    assert (back.dtype, back.value_dtype) == (keys, values)
-    np.testing.assert_array_equal(back.layer(1).values(), cache.layer(1).values())
 
 
 def test_shift_and_keep_touch_keys_alone():

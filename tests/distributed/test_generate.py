@@ -92,7 +92,6 @@ def test_a_checkpoint_of_transformers_runs_on_ranks(capsys, tmp_path):
     ("flags", "said"),
     [
         (["--chat"], "--chat does not go with torchrun"),
-        (["--compare"], "--compare does not go with torchrun"),
         (["--window", "16"], "--window does not go with torchrun"),
         (["--prompt-cache", "p.kv"], "--prompt-cache does not go with torchrun"),
         (["--on-full", "shift"], "--on-full shift does not go with torchrun"),

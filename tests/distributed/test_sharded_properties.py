@@ -1,7 +1,7 @@
 """Any trace of calls on a context over ranks gives what one cache gives, and stores its bytes."""
 
 from hypothesis import given, settings
-from sharded import check_trace, run_led, run_sharded
+from sharded import check_trace, run_sharded
 from sharded_traces import traces
 from thread_group import run_ranks
 
@@ -10,10 +10,3 @@ from thread_group import run_ranks
 @given(traces())
 def test_any_trace_is_that_of_one_cache(trace):
     check_trace(trace, run_ranks(trace["ranks"], lambda group: run_sharded(group, trace)))
-
-
-@given(traces())
-def test_one_rank_leads_and_the_others_follow(trace):
-    """The others are sent keys, values and queries, and what is refused is refused on all."""
-    trace["calls"] = [call for call in trace["calls"] if call[0] != "detach"]
-    check_trace(trace, run_ranks(trace["ranks"], lambda group: run_led(group, trace)))

@@ -129,18 +129,6 @@ def run_sharded(group, trace):
     return *run_trace(cache, trace), cache.placement
 
 
-def run_led(group, trace):
-    """Run a trace on rank 0, and let the others follow."""
-    cache = ShardedKVCache(new_cache(trace), group, block_size=trace["block_size"])
-    results = None
-    if cache.rank == 0:
-        with cache.lead() as leading:
-            results, _ = run_trace(leading, trace)
-    else:
-        cache.follow(idle=60)
-    return results, state_of(cache.part).contents(), cache.placement
-
-
 def check_trace(trace, of_ranks):
     """Hold what ranks gave for a trace against one cache, and against float64 attention."""
     expected, contents = run_trace(new_cache(trace), trace)
@@ -149,8 +137,6 @@ def check_trace(trace, of_ranks):
         assert part.length == placement.count(contents.length, rank)
         for own, of_all in zip(part.layers, contents.layers, strict=True):
             check_bytes(own, of_all, placement.positions(rank, 0, own.num_tokens))
-        if results is None:  # it followed
-            continue
         pairs = zip(results, expected, first_results, strict=True)
         for (got, length), (wanted, whole_length), (first, _) in pairs:
             assert length == whole_length

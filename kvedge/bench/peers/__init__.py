@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.peers.ggml_flash import GgmlFlashAttention
-from kvedge.bench.peers.kvedge_layer import KvedgeLayer, KvedgeOnSmallPages, filled_layers
-from kvedge.bench.peers.numpy_attention import NumpyAttention
+from kvedge.bench.peers.kvedge_layer import LOGIT_OPTIONS, KvedgeLayer, filled_layers
 from kvedge.bench.peers.ort_gqa import OrtGroupQueryAttention
 from kvedge.bench.peers.torch_sdpa import TorchSdpa
-from kvedge.core.formats import DTYPES
 
 __all__ = [
+    "LOGIT_OPTIONS",
     "PEER_NAMES",
     "VARIANT_NAMES",
     "Competitor",
@@ -26,18 +25,11 @@ __all__ = [
     "make_peers",
 ]
 
-#: kvedge's other formats, with ``precision_bits``, and without huge pages: for those who ask.
-VARIANT_NAMES = (
-    *(f"kvedge-{dtype}" for dtype in DTYPES if dtype != "int8"),
-    "kvedge-8",
-    "kvedge-16",
-    "kvedge-24",
-    "kvedge-4k",
-)
+#: kvedge itself with other ``precision_bits``: for those who ask.
+VARIANT_NAMES = ("kvedge-8", "kvedge-16", "kvedge-24")
 
 #: Names of all peers, in the order of the tables.
 PEER_NAMES = (
-    "numpy-fp32",
     "torch-fp32",
     "torch-bf16",
     "ort-fp32",
@@ -57,19 +49,12 @@ def make_peers(names: Iterable[str]) -> list[Competitor]:
 def _make(name: str) -> Competitor:
     library, _, kind = name.partition("-")
     classes: dict[str, Callable[[str], Competitor]] = {
-        "kvedge": _make_variant,
-        "numpy": NumpyAttention,
+        "kvedge": lambda bits: KvedgeLayer(bits, attend_options={"precision_bits": int(bits)}),
         "torch": TorchSdpa,
         "ort": OrtGroupQueryAttention,
         "ggml": GgmlFlashAttention,
     }
     return classes[library](kind)
-
-
-def _make_variant(kind: str) -> Competitor:
-    if kind == "4k":
-        return KvedgeOnSmallPages()
-    return KvedgeLayer(kind) if kind in DTYPES else KvedgeLayer(precision_bits=int(kind))
 
 
 def installed_peers(names: Sequence[str]) -> tuple[list[Competitor], list[str]]:

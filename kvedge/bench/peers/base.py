@@ -33,6 +33,9 @@ class Competitor(ABC):
     package = ""
     module = ""
 
+    #: Whether it computes what :meth:`Workload.exact` does, so that it has an error.
+    is_plain_attention = True
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.note = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -12,53 +11,87 @@ import kvedge
 from kvedge.bench.peers.base import Competitor
 from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
-from kvedge.core.config import layer_config
+from kvedge.core.config import LayerConfig, layer_config
 from kvedge.core.memory import token_bytes
-from kvedge.layer.layer import store_of
 
-__all__ = ["KvedgeLayer", "KvedgeOnSmallPages", "filled_layers"]
+__all__ = ["LOGIT_OPTIONS", "KvedgeLayer", "filled_layers"]
+
+_SEED = 7
 
 
-def filled_layers(
-    workload: Workload,
-    copies: int,
-    while_empty: Callable[[Any], object] = lambda layer: None,
-    dtype: str = "int8",
-    **options: Any,
-) -> list[Any]:
-    """Return layers that hold a workload's tokens; ``while_empty`` gets each beforehand."""
+def _mask(workload: Workload) -> np.ndarray:
+    """Hide a tenth of the tokens: bool (n, T); each row still sees itself."""
+    n = workload.num_rows
+    mask = np.random.default_rng(_SEED).random((n, workload.context)) < 0.9
+    mask[:, -n:] |= np.eye(n, dtype=bool)
+    return mask
+
+
+def _slopes(workload: Workload) -> np.ndarray:
+    """Slopes of Press et al. 2022: float32 (num_heads,)."""
+    num_heads = workload.shape.num_heads
+    return (2.0 ** (-8.0 * np.arange(1, num_heads + 1) / num_heads)).astype(np.float32)
+
+
+def _bias(workload: Workload) -> np.ndarray:
+    """A float32 (n, T) mask, which is added."""
+    rows = (workload.num_rows, workload.context)
+    return np.random.default_rng(_SEED).standard_normal(rows, np.float32)
+
+
+#: Options of ``attend`` that look at single logits, by the name in the tables.
+LOGIT_OPTIONS: dict[str, Callable[[Workload], dict[str, Any]]] = {
+    "softcap": lambda workload: {"softcap": 50.0},
+    "alibi": lambda workload: {"alibi_slopes": _slopes(workload)},
+    "mask": lambda workload: {"mask": _mask(workload)},
+    "bias": lambda workload: {"mask": _bias(workload)},
+    "sinks": lambda workload: {"sink_logits": np.zeros(workload.shape.num_heads, np.float32)},
+    "half-window": lambda workload: {"window": max(1, workload.context // 2)},
+}
+
+
+def filled_layers(workload: Workload, copies: int, dtype: str, **options: Any) -> list[Any]:
+    """Return layers that hold a workload's tokens; ``options`` are those of a layer."""
     shape = workload.shape
     kind = kvedge.KVCache._layer_types[dtype]
     layers = []
     for _ in range(copies):
         layer = kind(workload.context, shape.num_kv_heads, shape.head_dim, **options)
-        while_empty(layer)
         layer.extend(workload.keys, workload.values)
         layers.append(layer)
     return layers
 
 
 class KvedgeLayer(Competitor):
-    """A layer's ``attend``, with default options.
+    """A layer's ``attend``: by default of INT8, with default options.
 
     Parameters
     ----------
+    kind : str
+        What is not the default, in the competitor's name: empty for none.
     dtype : str
         Storage format of the layer.
-    precision_bits : int, optional
-        Passed on to ``attend``.
-
-    What is not the default is in the competitor's name.
+    layer_options, attend_options : dict, optional
+        Further arguments of the layer and of ``attend``.
+    logit_option : str, optional
+        One of :data:`LOGIT_OPTIONS`: what is computed then has no exact answer here.
     """
 
-    def __init__(self, dtype: str = "int8", precision_bits: int | None = None) -> None:
-        words = [] if dtype == "int8" else [dtype]
-        self._options: dict[str, Any] = {}
-        if precision_bits is not None:
-            words.append(str(precision_bits))
-            self._options["precision_bits"] = precision_bits
-        super().__init__("-".join(["kvedge", *words]))
+    def __init__(
+        self,
+        kind: str = "",
+        dtype: str = "int8",
+        layer_options: dict[str, Any] | None = None,
+        attend_options: dict[str, Any] | None = None,
+        logit_option: str | None = None,
+    ) -> None:
+        super().__init__(f"kvedge-{kind}" if kind else "kvedge")
+        self.is_plain_attention = logit_option is None
         self._dtype = dtype
+        self._layer_options = layer_options or {}
+        self._attend_options = attend_options or {}
+        self._logit_option = logit_option
+        self._options: dict[str, Any] = {}
         self._layers: list[Any] = []
         self._workload: Workload | None = None
         self._query = np.empty(0, np.float32)
@@ -67,18 +100,29 @@ class KvedgeLayer(Competitor):
         """Return kvedge's version."""
         return kvedge.__version__
 
+    def refuses(self, shape: AttentionShape) -> str | None:
+        """Return why the format has no rows of this shape, or None if it has."""
+        try:
+            self._config(shape)
+        except kvedge.InvalidArgumentError as error:
+            return str(error)
+        return None
+
+    def _config(self, shape: AttentionShape) -> LayerConfig:
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        return layer_config(self._dtype, 1, heads, dim, **self._layer_options)
+
     def bytes_per_token(self, shape: AttentionShape) -> float:
         """By the layers' own arithmetic: codes, and scales where there are any."""
-        return token_bytes(layer_config(self._dtype, 1, shape.num_kv_heads, shape.head_dim))
-
-    def _before_filling(self, layer: Any) -> None:
-        """Nothing: the system gives what pages it likes."""
+        return token_bytes(self._config(shape))
 
     def prepare(self, workload: Workload, copies: int, num_threads: int) -> None:
         """Fill the layers; the number of threads is the process's default."""
         kvedge.set_num_threads(num_threads)
-        self._layers = filled_layers(workload, copies, self._before_filling, self._dtype)
+        self._layers = filled_layers(workload, copies, self._dtype, **self._layer_options)
         self._workload, self._query = workload, workload.query
+        option = LOGIT_OPTIONS[self._logit_option](workload) if self._logit_option else {}
+        self._options = self._attend_options | option
 
     def run(self, copy: int) -> object:
         """Attend with the defaults: the shortest way in."""
@@ -98,43 +142,20 @@ class KvedgeLayer(Competitor):
         assert isinstance(output, np.ndarray)
         return output
 
-    def arithmetic_error(self) -> float:
+    def arithmetic_error(self) -> float | None:
         """Return the error against float64 attention over what is stored, not over what was given.
 
-        That is what kvedge's arithmetic adds to the cost of the storage format.
+        That is what kvedge's arithmetic adds to the cost of the storage format. None with an option
+        of logits, and for a prompt where each row has last tokens of its own in more bits.
         """
         assert self._workload is not None
-        layer, everything = self._layers[0], slice(0, self._workload.context)
-        store = store_of(layer)
-        tokens, config = store.held().tokens, store.config
-        if config.in_runs:  # what is read of runs is float32
-            exact = self._workload.exact(layer.keys(), layer.values())
-        else:
-            exact = self._workload.exact(
-                tokens.side(False, config).decode(everything, np.float64),
-                tokens.side(True, config).decode(everything, np.float64),
-            )
+        of_each_row = self._workload.num_rows > 1 and self._layer_options.get("recent")
+        if of_each_row or not self.is_plain_attention:
+            return None
+        layer = self._layers[0]
+        exact = self._workload.exact(layer.keys(), layer.values())
         return self._workload.error(self.as_array(self.run(0)), exact)
 
     def release(self) -> None:
         """Drop the layers."""
-        self._layers, self._workload = [], None
-
-
-class KvedgeOnSmallPages(KvedgeLayer):
-    """The same on pages of 4 KB: what huge pages are worth (Linux)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name = "kvedge-4k"
-
-    def unavailable(self) -> str | None:
-        """Return why the system cannot be told to leave huge pages out."""
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            return None
-        return "this system has no madvise(MADV_NOHUGEPAGE)"
-
-    def _before_filling(self, layer: Any) -> None:
-        # One mapping has all slabs of a layer. Once touched, it would have huge pages already.
-        mapping: Any = store_of(layer).slabs.key_codes.base
-        mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        self._layers, self._workload, self._options = [], None, {}

@@ -1,0 +1,1 @@
+"""What maintainers measure; in no wheel. ``python -m bench NAME``, and programs of their own."""
