@@ -2,8 +2,9 @@
  *
  * This header is the manual; read it from top to bottom.
  *
- *   kvedge_layer_config config = {.format = KVEDGE_INT8, .capacity = 4096,
- *                                 .num_kv_heads = 8, .head_dim = 64};
+ *   kvedge_layer_config config;
+ *   kvedge_layer_config_of("auto", &config);
+ *   config.capacity = 4096, config.num_kv_heads = 8, config.head_dim = 64;
  *   kvedge_layer *layer;
  *   if (kvedge_layer_create(&config, &layer) != KVEDGE_OK) ...
  *   kvedge_layer_append(layer, keys, values, 1);         // float[num_kv_heads][head_dim] each
@@ -173,6 +174,14 @@ typedef struct {
 } kvedge_layer_config;
 #define KVEDGE_VALUES(format) (1 + (int)(format))
 #define KVEDGE_RECENT(format) (1 + (int)(format))
+
+/* How tokens are stored by a name; the config is else 0: capacity, num_kv_heads and head_dim are the caller's to set. Bits are
+ * those of a value at head_dim 64, without first and last tokens; docs/formats.md has what each loses.
+ *   "auto"  8.75 bits: keys in KVEDGE_KIVI8, values rotated in KVEDGE_INT8, the last 32 and the first 4 tokens in float16
+ *   "half"  4.75 bits: both in KVEDGE_KIVI4, the last 96 and the first 4 tokens in float16
+ *   "int8"  8.5 bits: rows of KVEDGE_INT8 alone
+ * KVEDGE_ERROR_ARGUMENT: there is no such name. */
+kvedge_status kvedge_layer_config_of(const char *name, kvedge_layer_config *config);
 
 /* The arrays of a layer; each followed by nothing, aligned to 64 bytes for speed. */
 typedef struct {

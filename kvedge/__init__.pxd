@@ -227,6 +227,7 @@ cdef extern from "kvedge.h" nogil:
         kvedge_layer *layer, int64_t start, int64_t stop, const kvedge_rotation *rotation)
     void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config)
     void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs)
+    kvedge_status kvedge_layer_config_of(const char *name, kvedge_layer_config *config)
     int64_t kvedge_layer_last_rows(const kvedge_layer_config *config)
     void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges)
     kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *ranges)

@@ -241,6 +241,33 @@ static void test_prompts(void) {
   end();
 }
 
+/* A layer by its name, without a word of formats. */
+static void test_recommended(void) {
+  begin("recommended");
+  static const float errors[] = {0.01f, 0.2f, 0.02f}; /* of attention, whose values are below 1 */
+  static const char *const names[] = {"auto", "half", "int8"};
+  for (int i = 0; i < 3; i++) {
+    kvedge_layer_config config, exact = {.format = KVEDGE_FLOAT32};
+    CHECK(kvedge_layer_config_of(names[i], &config) == KVEDGE_OK);
+    config.capacity = exact.capacity = TOKENS, config.num_kv_heads = exact.num_kv_heads = HEADS;
+    config.head_dim = exact.head_dim = DIM, config.value_head_dim = exact.value_head_dim = WIDE;
+    kvedge_layer *layer = new_layer(&config), *reference = new_layer(&exact);
+    float out[2][VALUE];
+    append(layer, 0, 300), append(layer, 300, 1), append(reference, 0, 299);
+    CHECK(kvedge_layer_set_len(layer, 299) == KVEDGE_OK);
+    CHECK(kvedge_attend(layer, keys, 1, HEADS, NULL, 0, out[0], NULL) == KVEDGE_OK);
+    CHECK(kvedge_attend(reference, keys, 1, HEADS, NULL, 0, out[1], NULL) == KVEDGE_OK);
+    for (int d = 0; d < VALUE; d++)
+      if (!near(out[0][d], out[1][d], errors[i])) fail("%s: %g, not %g", names[i], out[0][d], out[1][d]);
+    end_case();
+    kvedge_layer_destroy(layer), kvedge_layer_destroy(reference);
+  }
+  kvedge_layer_config config = {.capacity = 7};
+  CHECK(kvedge_layer_config_of("other", &config) == KVEDGE_ERROR_ARGUMENT && config.capacity == 7);
+  CHECK(kvedge_layer_config_of(NULL, &config) == KVEDGE_ERROR_ARGUMENT);
+  end();
+}
+
 static void test_refused(void) {
   begin("refused");
   kvedge_layer_config config = random_config(), bad;
@@ -390,6 +417,7 @@ int main(void) {
   test_copies_go_on_alike();
   test_prompts();
   test_kept_and_shifted();
+  test_recommended();
   test_refused();
   test_readers_beside_a_writer();
   return report();
