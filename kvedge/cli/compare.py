@@ -154,11 +154,11 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
     assert tokenizer is not None
     prompt = first_tokens(tokenizer, options.prompt)
     sizes = {} if options.context is None else {"max_seq_len": options.context}
-    stored = storage.cache_options(options)
+    stored = storage.cache_options(options, "int8")
     float32 = _Reader(model, model.new_cache("float32", **sizes), options.threads)
     int8 = _Reader(
         model,
-        model.new_cache("int8", **sizes, **stored),
+        model.new_cache(**sizes, **stored),
         options.threads,
         options.precision_bits,
         options.tolerance,
