@@ -21,7 +21,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
         "dtype": "kivi8",
         "value_dtype": "int8",
         "value_rotation": True,
-        "recent": 32,
+        "recent": 64,
         "sinks": 4,
     },
     "small": {"dtype": "kivi4", "recent": 96, "sinks": 4},

@@ -77,7 +77,7 @@ class KvedgeCache(Cache):
             ``model.config``.
         dtype : kvedge.core.types.StorageDtype or a sequence of them
             How keys and values are stored, as of :class:`kvedge.KVCache`. "auto": keys in kivi8,
-            values in int8 and rotated, the last 32 and the first 4 tokens in float16
+            values in int8 and rotated, the last 64 and the first 4 tokens in float16
             (docs/formats.md), each as far as no other option says otherwise; keys in int8 with
             ``key_scale="auto"`` where they get an offset or a scale, and where a `group` shares
             tokens out, which has no tokens in float16.
@@ -408,7 +408,7 @@ class KvedgeCache(Cache):
         """Bytes that the tokens take, in all rows of all layers that kvedge serves.
 
         First and last tokens that are held in ``recent_dtype`` besides are not counted: of each row
-        and layer up to ``recent`` + 128 and ``sinks``.
+        and layer up to ``recent`` + 128 and ``sinks``, and a prompt until the next token comes.
         """
         return sum(getattr(layer, "memory_bytes", 0) for layer in self.layers)
 
