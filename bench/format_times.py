@@ -18,12 +18,7 @@ from kvedge.bench.shapes import SHAPES
 from kvedge.evaluation import parse_choices
 
 COLD_BYTES, MOST_LAYERS = 272 << 20, 8
-FORMATS = [
-    "auto",
-    "kivi4:recent=96,sinks=4",
-    "bfloat16",
-    "int8",
-]
+FORMATS = ["auto", "small", "bfloat16", "int8"]
 
 
 def layers_of(choice, shape, rows):
