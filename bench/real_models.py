@@ -2,6 +2,7 @@
 """What each format costs two real models on two texts: docs/formats.md has the table.
 
     python bench/real_models.py --models DIR --prose books_val.txt [--rows 'kivi4*' --again]
+    python bench/real_models.py --models DIR --prose books_val.txt --window 6144 --chunk 16
     python bench/real_models.py --models DIR --prose books_val.txt --tune 4 4.75 5 6 8
 
 DIR holds the files that `make test-real` fetches. The second text is code: argparse.py of Python's
@@ -10,6 +11,8 @@ own library (PSF licence). Rows that bench/real_models.json has are not measured
 bench/real_models.md. With llama-cpp-python, which nothing else here needs, llama.cpp's cache types
 are measured on the same tokens, on a copy of the model's file with float32 weights, as kvedge's own
 runtime has them; against llama.cpp's float32 cache, which its attention reads as float16.
+
+Other windows, and texts read more or fewer tokens at a time (--chunk), are a table of their own.
 
 With --tune, policies of `kvedge tune` for so many bits are found on the prose (--tokens, in one
 window) and measured on the code, beside the single format that was best on the prose.
@@ -41,25 +44,33 @@ MODELS = {
 }
 WINDOW, CHUNK = 2048, 256
 TUNE_CHUNK = 128
+LENGTHS = (1024, 2048, 6144)  # tokens of a window, in the table by length
 AT_ONCE = 4  # rows that are measured beside one float32 cache
 
-KIVI4 = "kivi4:recent=96,sinks=4"  # what docs/formats.md recommends, beside policies
 SCALES = "scale_dtype=float16"
 KEYS = f"key_scale=auto,{SCALES}"
 ROWS = {
     "bfloat16": "bfloat16",
     "auto": "auto",
+    "auto, recent=32": "auto:recent=32",
+    "auto, recent=96": "auto:recent=96",
+    "auto without last and first tokens": "auto:recent=0,sinks=0",
+    "small": "small",
+    "small, recent=512": "small:recent=512",
     "kivi8": "kivi8",
     "kivi8 keys, int8 values": f"kivi8:value_dtype=int8,{SCALES}",
     "int8, key_scale=auto": "int8:key_scale=auto",
     "the same, groups of 32": "int8:key_scale=auto,group_size=32",
     "int8": "int8",
+    "int8, recent=32, sinks=4": "int8:recent=32,sinks=4",
     "q8_0": "q8_0",
+    "q8_0, recent=32, sinks=4": "q8_0:recent=32,sinks=4",
+    "int4, groups of 32": f"int4:group_size=32,{SCALES}",
+    "int4, groups of 32, recent=32, sinks=4": f"int4:group_size=32,{SCALES},recent=32,sinks=4",
     "fp8_e4m3": "fp8_e4m3",
     "int8 keys, kivi4 values, recent=96": f"int8:value_dtype=kivi4,recent=96,{KEYS}",
     "int8 keys, int4 values": f"int8:value_dtype=int4,{KEYS}",
     "kivi8 keys, kivi4 values, recent=96": "kivi8:value_dtype=kivi4,recent=96",
-    "kivi4, recent=96, sinks=4": "kivi4:recent=96,sinks=4",
     "kivi4 keys, rotated int4 values, recent=96, sinks=4": (
         f"kivi4:value_dtype=int4,value_rotation=true,recent=96,sinks=4,{SCALES}"
     ),
@@ -157,7 +168,6 @@ def figures(result, bits: float | None = None) -> dict:
         "agreement": result.agreement.mean,
         "sure_tokens": result.sure_tokens,
         "sure_changed": result.sure_changed,
-        "positions": [[each.last, each.kl] for each in result.positions],
     }
 
 
@@ -180,10 +190,15 @@ def measure(options: argparse.Namespace, saved: dict) -> None:
             saved.setdefault("tuned", {})[model_name] = tuned
             save(options, saved)
             continue
+        usual = (options.window, options.chunk) == (WINDOW, CHUNK)
         for name, own in tokens.items():
-            rows = saved["rows"].setdefault(model_name, {}).setdefault(name, {})
+            found = saved["rows"]
+            if not usual:
+                found = saved["read"].setdefault(f"{options.window:,}, {options.chunk}", {})
+            rows = found.setdefault(model_name, {}).setdefault(name, {})
             measure_kvedge(options, model, own, rows, saved)
-            measure_llama_cpp(options, path, own, rows, saved)
+            if usual:
+                measure_llama_cpp(options, path, own, rows, saved)
 
 
 def wanted(options: argparse.Namespace, names, rows: dict) -> list[str]:
@@ -205,7 +220,11 @@ def measure_kvedge(options, model, tokens, rows, saved) -> None:
                 config = kvedge.KvCacheConfig(model.config.head_dim, ROTATED[name], 0, seed=1)
                 choices.append(SimpleNamespace(name=name, config=config))
         _, *results = evaluate(
-            Subject(model, options.threads), tokens, choices, window=WINDOW, chunk=CHUNK
+            Subject(model, options.threads),
+            tokens,
+            choices,
+            window=options.window,
+            chunk=options.chunk,
         )
         rows |= {name: figures(result) for name, result in zip(part, results, strict=True)}
         save(options, saved)
@@ -236,6 +255,7 @@ def measure_tuned(options, model, prose, code) -> list[dict]:
         policies[f"{bits:g}"] = each.policy
         policies[each.uniform] = each.uniform_result.choice.cache_options["policy"]
     choices = [CacheChoice(name, "kivi8", {"policy": policy}) for name, policy in policies.items()]
+    choices += parse_choices(["small"])
     _, *results = evaluate(subject, code, choices, window=window, chunk=TUNE_CHUNK)
     kl = {result.choice.name: result.kl.mean for result in results}
     return [
@@ -247,7 +267,7 @@ def measure_tuned(options, model, prose, code) -> list[dict]:
             "single": each.uniform,
             "single_bits": each.uniform_bits,
             "single_kl": kl[each.uniform],
-            "kivi4_kl": kl[KIVI4],
+            "kivi4_kl": kl["small"],
         }
         for bits, each in zip(options.tune, found, strict=True)
     ]
@@ -289,15 +309,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", metavar="DIR", help="where the models' files are")
     parser.add_argument("--prose", metavar="FILE", help="the first text: books_val.txt")
-    parser.add_argument("--tokens", type=int, default=2 * WINDOW)
+    parser.add_argument("--tokens", type=int, help="by default two windows")
+    parser.add_argument("--window", type=int, default=WINDOW)
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens that are read at a time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--model", nargs="+", help="these models alone")
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="these alone")
     parser.add_argument("--tune", nargs="+", type=float, metavar="BITS", help="tune for these bits")
     parser.add_argument("--again", action="store_true", help="also rows that were measured")
     options = parser.parse_args()
+    options.tokens = options.tokens or 2 * options.window
     path = HERE / "real_models.json"
-    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": {}}
+    saved = json.loads(path.read_text(encoding="utf-8"))
     if options.models is not None:
         measure(options, saved)
     (HERE / "real_models.md").write_text(page(saved), encoding="utf-8")
@@ -310,10 +333,42 @@ def page(saved: dict) -> str:
         "# Formats on real models\n\nKL to a float32 cache in nats per token (and nats lost), "
         f"windows of {saved['window']:,} tokens, {saved['chunk']} read at a time; prose is "
         "books_val.txt, code argparse.py. Written by `python bench/real_models.py` from "
-        "[real_models.json](real_models.json), which also has standard errors, 99th percentiles, "
-        "tokens changed where float32 was sure, and KL by position."
-        f"\n\n{tables(saved)}{tuned_table(saved)}"
+        "[real_models.json](real_models.json), which also has standard errors, 99th percentiles "
+        "and tokens changed where float32 was sure."
+        f"\n\n{tables(saved)}{pieces_table(saved)}{tuned_table(saved)}"
     )
+
+
+def pieces_table(saved: dict) -> str:
+    """KL by window and by tokens read at a time, as Markdown."""
+    read = {}  # by column, and by row
+    for window, chunk, models in [
+        (saved["window"], saved["chunk"], saved["rows"]),
+        *((*map(int, name.replace(",", "").split()), one) for name, one in saved["read"].items()),
+    ]:
+        for model, texts in models.items():
+            for text, rows in texts.items():
+                for name, cell in rows.items():
+                    length = min(window, cell["tokens"] + 1)
+                    if length in LENGTHS:
+                        read.setdefault((length, chunk), {})[name, model, text] = cell["kl"]
+    order = sorted(read)
+    lines = [
+        "\n## By length, and by tokens read at a time\n\nKL by tokens of a window, and of these so "
+        "many read at a time. A query of n that are read at once reads `recent` tokens and those "
+        "between the first of the n and itself as they came, so that fewer at a time lose more; "
+        "generation reads one.\n",
+        f"| cache | model, text | {' | '.join(f'{n:,}, {at_once}' for n, at_once in order)} |",
+        "|:--|:--|" + "--:|" * len(order),
+    ]
+    for name in ROWS:
+        for model, texts in saved["rows"].items():
+            for text in texts:
+                found = [read[column].get((name, model, text)) for column in order]
+                if sum(kl is not None for kl in found) > 1:
+                    shown = " | ".join("" if kl is None else f"{kl:.1e}" for kl in found)
+                    lines.append(f"| {name} | {model}, {text} | {shown} |")
+    return "\n".join(lines) + "\n"
 
 
 def tuned_table(saved: dict) -> str:
@@ -323,7 +378,7 @@ def tuned_table(saved: dict) -> str:
     lines = [
         "\n## Tuned\n\nPolicies that `kvedge tune` finds on the prose, and the single format for "
         "all layers that was best there within the bits: KL on the code, which was not seen.\n",
-        f"| model, tokens | `--bits` | policy, bits | KL | single format | KL | `{KIVI4}`, 4.75 |",
+        "| model, tokens | `--bits` | policy, bits | KL | single format | KL | `small`, 4.75 |",
         "|:--|--:|--:|--:|:--|--:|--:|",
     ]
     for model, rows in saved["tuned"].items():

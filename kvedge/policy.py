@@ -11,7 +11,8 @@ from kvedge.cache.configs import layer_configs, shape_of
 from kvedge.cache.editing import evict_due
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import LayerConfig, as_float, as_int, layer_config
-from kvedge.core.storage import NAMES, Storage
+from kvedge.core.recommended import by_name
+from kvedge.core.storage import NAMES, storage_of
 from kvedge.errors import InvalidArgumentError
 from kvedge.eviction import CacheEviction, Eviction
 
@@ -32,7 +33,7 @@ class _Step:
 
     def config(self, old: LayerConfig) -> Any:
         """A layer of the same shape, stored so."""
-        common = Storage(**self.options(old.widest)).of_layers()
+        common = storage_of("step", self.options(old.widest)).of_layers()
         return layer_configs(1, [shape_of(old)], None, common)[0]
 
 
@@ -174,7 +175,8 @@ class KvCachePolicy:
         cache = _cache(cache)
         if self._memory_bytes is None:
             return str(cache.dtype)
-        return str(self._steps[self._step_for(cache, _more(more))].storage["dtype"])
+        step = self._steps[self._step_for(cache, _more(more))]
+        return str(by_name(step.storage)["dtype"])
 
     def apply(self, cache: KVCache, *, more: int = 0) -> bool:
         """Evict tokens of a cache, and requantize it, if the policy says so.

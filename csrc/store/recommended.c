@@ -11,10 +11,10 @@ static const struct {
      {.format = KVEDGE_KIVI8,
       .value_format = KVEDGE_VALUES(KVEDGE_INT8),
       .value_rotation = 1,
-      .recent = 32,
-      .sinks = 4}                                              },
-    {"half", {.format = KVEDGE_KIVI4, .recent = 96, .sinks = 4}},
-    {"int8", {.format = KVEDGE_INT8}                           },
+      .recent = 64,
+      .sinks = 4}                                               },
+    {"small", {.format = KVEDGE_KIVI4, .recent = 96, .sinks = 4}},
+    {"int8",  {.format = KVEDGE_INT8}                           },
 };
 
 kvedge_status kvedge_layer_config_of(const char *name, kvedge_layer_config *config) {

@@ -37,10 +37,10 @@ from kvedge.core.storage import shows_storage, storage_of
 from kvedge.core.types import (
     Array,
     CacheArguments,
-    Dtype,
     Floats,
     Layout,
     StorageArguments,
+    StorageDtype,
 )
 from kvedge.errors import (
     CapacityExceededError,
@@ -111,7 +111,7 @@ class KVCache(ConfigFacts):
         head_dim: int | None = None,
         *,
         value_head_dim: int | None = None,
-        dtype: Dtype = "int8",
+        dtype: StorageDtype = "int8",
         max_seq_len: int | None = None,
         window: int | Sequence[int | None] | None = None,
         layers: Sequence[Mapping[str, object] | StateLayer]
@@ -133,8 +133,11 @@ class KVCache(ConfigFacts):
         value_head_dim : int, optional
             Channels of a head in values and in what attention gives, 1 to 1024; by default
             head_dim. (DeepSeek's latent attention has 192 and 128, or 576 and 512.)
-        dtype : kvedge.core.types.Dtype
-            How keys and values are stored, such as "int8": docs/numerics.md has the table.
+        dtype : kvedge.core.types.StorageDtype
+            How keys and values are stored, such as "int8": docs/numerics.md has the table. Or what
+            docs/formats.md recommends, by a name that sets the options below which are not given:
+            "auto" (8.75 bits per value at head_dim 64, nearer to float32 than bfloat16), "small"
+            (4.75 bits).
         key_dtype, value_dtype : kvedge.core.types.Dtype, optional
             How keys, or values, are stored where not as `dtype`.
         max_seq_len : int, optional
@@ -163,9 +166,9 @@ class KVCache(ConfigFacts):
             (:class:`kvedge.QuantizedKvLayer`). Gemma 3: ``[512] * 5 + [None]``, and so on.
         recent, sinks : int
             So many last and first tokens (by default none) are read in ``recent_dtype``, which
-            repairs most of what a format of few bits loses. Besides, 64 more of the last tokens are
-            kept so: what is appended and taken back by :meth:`truncate`, up to 64 tokens, leaves no
-            trace. Layers with a window have no ``sinks``.
+            repairs most of what a format loses. Besides, 64 more of the last tokens are kept so:
+            what is appended and taken back by :meth:`truncate`, up to 64 tokens, leaves no trace.
+            Layers with a window have no ``sinks``.
         recent_dtype : kvedge.core.types.Dtype, optional
             By default "float16".
         value_rotation : bool
@@ -779,7 +782,7 @@ class KVCache(ConfigFacts):
 
     @memory_for("the tokens of a cache, stored anew")
     @shows_storage()
-    def requantize(self, dtype: Dtype, **storage: Unpack[StorageArguments]) -> None:
+    def requantize(self, dtype: StorageDtype, **storage: Unpack[StorageArguments]) -> None:
         """Store all layers in another format from now on, the tokens held included.
 
         A layer's old memory is given back before the next layer is converted, so that besides the

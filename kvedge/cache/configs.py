@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from kvedge.core import checks
 from kvedge.core.config import MAX_LAYERS, LayerConfig
+from kvedge.core.recommended import by_name
 from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer.layer import KvLayer, store_of
@@ -126,7 +127,7 @@ def _config(
     given = {**common, **own}
     if given["window"] is not None and "sinks" not in own:  # where the cache has them, others do
         given["sinks"] = 0
-        if not given["recent"] and "recent_dtype" not in own:
+        if not by_name(given).get("recent") and "recent_dtype" not in own:
             given["recent_dtype"] = None
     try:
         config = checks.layer_config(capacity=None, **given)

@@ -12,7 +12,7 @@ from kvedge.cli import engines, ranks, storage
 from kvedge.cli.figures import stored_as
 from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int, whole_or_all
-from kvedge.core.recommended import AUTO, RECOMMENDED
+from kvedge.core.recommended import IN_ROWS, RECOMMENDED, is_recommended
 from kvedge.errors import KvedgeError
 from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
@@ -111,10 +111,9 @@ def new_cache(options: argparse.Namespace, model: LlamaModel) -> Any:
             raise UsageError("--on-full shift needs layers that keep all tokens: no --window")
     elif options.on_full == "shift":  # also layers that see a window keep all tokens then
         more["window"] = None
-    dtype = storage.dtype_of(options) or "int8"
     if options.group is not None:
-        return ranks.new_cache(options, options.group, model, dtype, more)
-    return model.new_cache(dtype, **more)
+        return ranks.new_cache(options, options.group, model, more)
+    return model.new_cache(**more)
 
 
 def check_against(options: argparse.Namespace, cache: KVCache) -> None:
@@ -130,8 +129,12 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
         _check_sizes(options, cache)
         return
     asked = options.key_dtype or options.cache
-    if asked == AUTO and (cache.dtype == RECOMMENDED["dtype"] or cache.key_scale is not None):
-        asked = None  # recommended now, or by earlier versions
+    if is_recommended(asked):
+        rows = IN_ROWS[asked]["dtype"]  # over ranks, or by earlier versions
+        if stored_as(cache, "dtype") == RECOMMENDED[asked]["dtype"] or (
+            stored_as(cache, "dtype") == rows and cache.key_scale is not None
+        ):
+            asked = None
     if asked is not None and asked != stored_as(cache, "dtype"):
         flag = "--cache" if options.key_dtype is None else "--key-dtype"
         raise UsageError(f"{flag} {asked}: the session's cache is {stored_as(cache, 'dtype')}")

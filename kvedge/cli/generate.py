@@ -21,9 +21,10 @@ from kvedge.cli.model import add_model_options
 from kvedge.console.exits import UsageError
 from kvedge.console.output import Output
 from kvedge.console.values import whole_or_all
+from kvedge.core.recommended import AUTO
 
 NAME = "generate"
-SUMMARY = "write text with a small Llama model on the INT8 cache"
+SUMMARY = "write text with a small Llama model on a quantized cache"
 DESCRIPTION = """\
 Continue a prompt, or chat, with a model in a GGUF file or llama2.c checkpoint. A GGUF file runs on
 llama.cpp where llama-cpp-python is installed, with kvedge's attention; else, and with the formats
@@ -139,7 +140,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse combinations that make no sense."""
-    storage.cache_options(options)
+    storage.cache_options(options, "int8" if options.compare else AUTO)
     if options.tokens is None:
         options.tokens = -1 if options.chat else _DEFAULT_TOKENS
     if options.hf is None and (options.gguf is not None or options.no_chat):

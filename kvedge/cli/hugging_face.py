@@ -60,8 +60,6 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if options.group is not None:
         over = {"group": options.group, **ranks.placement_options(options)}
     stored = storage.cache_options(options)
-    if "policy" not in stored:
-        stored["dtype"] = storage.dtype_of(options) or "int8"
     cache = KvedgeCache(
         model.config,
         precision_bits=options.precision_bits,
@@ -122,7 +120,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         "seed": seed,
         "engine": options.engine,
         "cache": {
-            "dtype": storage.dtype_of(options) or "int8",
+            "dtype": storage.dtype_of(stored),
             "tokens": cache.get_seq_length(),
             "used_bytes": cache.memory_bytes,
         },

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from kvedge.console.sizes import format_count
-from kvedge.core.config import MAX_CAPACITY, layer_config
+from kvedge.core.config import MAX_CAPACITY, LayerConfig, layer_config
+from kvedge.core.kivi import RUN
 from kvedge.core.memory import slab_layout
 
 __all__ = ["CacheShape", "LayerGroup"]
+
+# Tokens that a layer has room for in float16 beyond the last ones that it reads there: 64 that may
+# be taken back, and 64 that are appended before its last tokens are moved.
+_SPARE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +35,40 @@ class LayerGroup:
 
     def bytes_per_token(self, dtype: str, **options: Any) -> int:
         """Bytes that one token takes in all of the layers, by the layers' own arithmetic."""
+        return self.count * self._token_bytes(self._config(dtype, options))
+
+    def bytes(self, context: int, dtype: str, **options: Any) -> int:
+        """Bytes of a context in all of the layers, first and last tokens in float16 included."""
+        config, tokens = self._config(dtype, options), self.tokens(context)
+        if config.in_runs:
+            tokens = -(-tokens // RUN) * RUN
+        size = tokens * self._token_bytes(config)
+        if config.recent_dtype:
+            last = config.sinks + config.recent + (_SPARE if config.recent else 0)
+            size += last * self._token_bytes(config.part_config)
+        return self.count * size
+
+    def _config(self, dtype: str, options: dict[str, Any]) -> LayerConfig:
         if options.get("group_size") is not None:  # of the widest layers: these may be narrower
             widest = max(self.head_dim, self.value_head_dim)
             options = options | {"group_size": min(options["group_size"], widest)}
-        config = layer_config(
+        if self.window is not None:
+            options = options | {"sinks": 0}
+        return layer_config(
             dtype,
-            1,
+            None,
             self.num_kv_heads,
             self.head_dim,
             value_head_dim=self.value_head_dim,
             **options,
         )
-        slabs = slab_layout(config)
+
+    def _token_bytes(self, config: LayerConfig) -> int:
+        slabs = slab_layout(config.runs(RUN) if config.in_runs else config)
         if self.values_in_keys:
             slabs = slabs[::2]  # those of the keys
-        rows = sum(dtype.itemsize * shape[2] for shape, dtype in slabs)
-        return self.count * self.num_kv_heads * rows
+        tokens = RUN if config.in_runs else config.capacity
+        return -(-sum(dtype.itemsize * math.prod(shape) for shape, dtype in slabs) // tokens)
 
     def __str__(self) -> str:
         heads = "1 KV head" if self.num_kv_heads == 1 else f"{self.num_kv_heads} KV heads"
@@ -89,7 +113,7 @@ class CacheShape:
 
         Parameters
         ----------
-        dtype : kvedge.core.types.Dtype
+        dtype : kvedge.core.types.StorageDtype
         **options
             ``group_size`` and ``scale_dtype`` of :class:`kvedge.QuantizedKvLayer`.
         """
@@ -98,7 +122,7 @@ class CacheShape:
     def bytes(self, context: int, dtype: str, **options: Any) -> int:
         """Bytes of a context in all layers, states included; options as for `bytes_per_token`."""
         return self.state_bytes + sum(
-            group.tokens(context) * group.bytes_per_token(dtype, **options) for group in self.groups
+            group.bytes(context, dtype, **options) for group in self.groups
         )
 
     def longest_context(self, ram: int, dtype: str, **options: Any) -> int | None:

@@ -17,6 +17,7 @@ from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_count, format_size, parse_size
 from kvedge.console.values import positive_int
 from kvedge.core.formats import FORMATS, SCALE_TYPES
+from kvedge.core.recommended import RECOMMENDED, is_recommended
 
 NAME = "plan"
 SUMMARY = "how much memory a cache takes, and which context fits"
@@ -219,7 +220,8 @@ def plan_rows(shape: CacheShape, context: int, ram: int) -> list[Row]:
     ram : int
         Memory to fill (bytes).
     """
-    formats: list[tuple[str, str, dict[str, Any]]] = []  # name, dtype, options
+    # Name, dtype, options.
+    formats: list[tuple[str, str, dict[str, Any]]] = [(name, name, {}) for name in RECOMMENDED]
     for form in FORMATS.values():
         if form.has_scales:
             formats.extend(_scaled_rows(shape, form.name))
@@ -241,8 +243,14 @@ def plan_rows(shape: CacheShape, context: int, ram: int) -> list[Row]:
                 shape.longest_context(ram, dtype, **options),
             )
         )
-    # Formats without scales first, the widest of them at the top.
-    rows.sort(key=lambda row: (row.scale_dtype is not None, 0 if row.scale_dtype else -row.bytes))
+    # What is recommended first, then formats without scales, the widest of them at the top.
+    rows.sort(
+        key=lambda row: (
+            not is_recommended(row.dtype),
+            row.scale_dtype is not None,
+            0 if row.scale_dtype else -row.bytes,
+        )
+    )
     return rows
 
 

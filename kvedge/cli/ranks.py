@@ -152,7 +152,7 @@ def placement_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def new_cache(
-    options: argparse.Namespace, group: TorchGroup, model: Any, dtype: Any, more: dict[str, Any]
+    options: argparse.Namespace, group: TorchGroup, model: Any, more: dict[str, Any]
 ) -> ShardedKVCache:
     """Return an empty cache of a model, over ranks, for as many tokens as one would take."""
     from kvedge.distributed import Placement, ShardedKVCache
@@ -163,7 +163,7 @@ def new_cache(
     own = max(1, placement.count(limit, group.rank))
     # A layer that sees a window keeps all tokens too: attention is told of the window.
     more["window"] = None
-    return ShardedKVCache(model.new_cache(dtype, max_seq_len=own, **more), group, **where)
+    return ShardedKVCache(model.new_cache(max_seq_len=own, **more), group, **where)
 
 
 class SharedSampler:

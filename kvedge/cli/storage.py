@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from kvedge.console.exits import UsageError, message_of
 from kvedge.console.values import positive_int
 from kvedge.core.formats import DTYPES, FORMATS, SCALE_TYPES, format_of
 from kvedge.core.options import as_tolerance
-from kvedge.core.recommended import AUTO, recommended
+from kvedge.core.recommended import AUTO, RECOMMENDED, by_name
 from kvedge.core.storage import NAMES, PART_OPTIONS
-from kvedge.core.types import Dtype
+from kvedge.core.types import StorageDtype
 from kvedge.errors import KvedgeError
 from kvedge.layer_policy import LayerPolicy
 
 __all__ = ["add_options", "cache_options", "dtype_of"]
+
+_NAMES = (*RECOMMENDED, *DTYPES)
 
 
 def add_options(group: Any) -> None:
@@ -24,10 +27,10 @@ def add_options(group: Any) -> None:
         "--cache",
         type=_format_or_policy,
         metavar="FORMAT",
-        help=f"how keys and values are stored: {AUTO}, {', '.join(DTYPES)}, or the .json file of a "
-        f"policy that 'kvedge tune' wrote; {AUTO} has keys in "
-        "kivi8 and values in int8, rotated (default: int8); --engine llama.cpp, which converts "
-        "float32 to float16 before flash attention, has float16, q8_0, bfloat16 and float32",
+        help=f"how keys and values are stored: {', '.join(_NAMES)}, or the .json file of a policy "
+        f"that 'kvedge tune' wrote (default: {AUTO}, which loses least of 8 bits; small: half of "
+        "that); --engine llama.cpp, which converts float32 to float16 before flash attention, has "
+        "float16, q8_0, bfloat16 and float32",
     )
     for rows in ("key", "value"):
         group.add_argument(
@@ -99,8 +102,8 @@ def add_options(group: Any) -> None:
 def _format_or_policy(text: str) -> str | LayerPolicy:
     """A format's name, or the policy in a file."""
     if not text.endswith(".json"):
-        if text not in (AUTO, *DTYPES):
-            wanted = ", ".join((AUTO, *DTYPES))
+        if text not in _NAMES:
+            wanted = ", ".join(_NAMES)
             raise argparse.ArgumentTypeError(
                 f"no format {text!r}, only {wanted}, or a policy's file, whose name ends with .json"
             )
@@ -122,45 +125,32 @@ def _tolerance(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def dtype_of(options: argparse.Namespace) -> Dtype | None:
-    """The format that the flags name, of a policy its first layer's; None: none."""
-    if isinstance(options.cache, LayerPolicy):
-        first: Dtype = options.cache.layers[0]["dtype"]
-        return first
-    name: Dtype | None = _auto(options)["dtype"] if options.cache == AUTO else options.cache
-    return name
+def dtype_of(stored: Mapping[str, Any]) -> str:
+    """How keys are stored by :func:`cache_options`, of a policy those of its first layer."""
+    policy: LayerPolicy | None = stored.get("policy")
+    return str(by_name(stored if policy is None else policy.layers[0])["dtype"])
 
 
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say beside --cache."""
-    given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
-    return {name: value for name, value in given.items() if value is not None}
+def cache_options(options: argparse.Namespace, default: StorageDtype = AUTO) -> dict[str, Any]:
+    """Arguments of a cache that the flags name, ``dtype`` among them; of a policy ``policy`` alone.
 
-
-def _auto(options: argparse.Namespace) -> dict[str, Any]:
-    """All options of --cache auto: over ranks, tokens cannot be in runs."""
-    return recommended(_given(options), in_rows=getattr(options, "group", None) is not None)
-
-
-def cache_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of a cache that the flags name, ``dtype`` aside; of a policy, ``policy`` alone.
+    Without --cache the dtype is the default. Over ranks, tokens cannot be in runs.
 
     Raises
     ------
     UsageError
         A flag of formats with scales, and a format without; or a flag beside a policy.
     """
-    dtype = dtype_of(options) or "int8"
-    given = _given(options)
+    given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
+    given = {name: value for name, value in given.items() if value is not None}
     if isinstance(options.cache, LayerPolicy):
         for name in given:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} does not go with a policy, which says how layers are stored")
         return {"policy": options.cache}
-    if options.cache == AUTO:
-        given = _auto(options)
-        del given["dtype"]
-    keys, values = given.get("key_dtype", dtype), given.get("value_dtype", dtype)
+    over_ranks = getattr(options, "group", None) is not None
+    made = by_name({"dtype": options.cache or default, **given}, over_ranks=over_ranks)
+    keys, values = (made.get(side, made["dtype"]) for side in ("key_dtype", "value_dtype"))
     for name in given:
         stored = (keys,) if name == "key_offset" else (keys, values)
         of_any = name in ("key_scale", "key_dtype", "value_dtype", "value_rotation", *PART_OPTIONS)
@@ -168,4 +158,4 @@ def cache_options(options: argparse.Namespace) -> dict[str, Any]:
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is for {scaled}: {stored[0]} has no scales")
-    return given
+    return made

@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=non_negative_int,
         default=_DEFAULT_RECENT,
         metavar="N",
-        help="last tokens that layers of few bits read in float16 (default: %(default)s)",
+        help="last tokens that layers read in float16 (default: %(default)s)",
     )
     cache.add_argument(
         "--sinks",

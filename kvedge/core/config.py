@@ -23,6 +23,7 @@ from kvedge.core.formats import (
 )
 from kvedge.core.hadamard import rotate_float32
 from kvedge.core.pickled import PickledByFields
+from kvedge.core.recommended import RECOMMENDED, by_name
 from kvedge.core.rows import RowShape
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError
 
@@ -298,10 +299,10 @@ def layer_config(
     group_size: Any = None,
     scale_dtype: Any = "float32",
     window: Any = None,
-    recent: Any = 0,
-    sinks: Any = 0,
+    recent: Any = None,
+    sinks: Any = None,
     recent_dtype: Any = None,
-    value_rotation: Any = False,
+    value_rotation: Any = None,
     rows: int = 1,
     recent_dtypes: Iterable[str] = RECENT_DTYPES,
 ) -> LayerConfig:
@@ -309,7 +310,9 @@ def layer_config(
 
     Parameters
     ----------
-    dtype : kvedge.core.types.Dtype
+    dtype : kvedge.core.types.StorageDtype
+        A name of recommended storage sets what is None of value_dtype, recent, sinks and
+        value_rotation.
     capacity : int or None
         Tokens, 1 to 2^40; None: the layer grows, from `rows` on.
     num_kv_heads : int
@@ -327,12 +330,12 @@ def layer_config(
         float16 for int8 and int4 only.
     window : int, optional
         Tokens that a query row sees, 1 to 2^40, in a layer without a capacity.
-    recent, sinks : int
-        Last and first tokens that are kept in `recent_dtype` besides, 0 to 65536.
+    recent, sinks : int, optional
+        Last and first tokens that are kept in `recent_dtype` besides, 0 to 65536; by default 0.
     recent_dtype : {"float16", "bfloat16", "float32"}, optional
         By default float16. (What quantizes loses what these tokens are held apart for.)
-    value_rotation : bool
-        Values are stored rotated.
+    value_rotation : bool, optional
+        Values are stored rotated; by default not.
 
     Returns
     -------
@@ -342,7 +345,18 @@ def layer_config(
     ------
     InvalidArgumentError
     """
-    one_of(dtype, "dtype", DTYPES)
+    one_of(dtype, "dtype", (*RECOMMENDED, *DTYPES))
+    stored = by_name(
+        {
+            "dtype": dtype,
+            "value_dtype": value_dtype,
+            "window": window,
+            "recent": recent,
+            "sinks": sinks,
+            "value_rotation": value_rotation,
+        }
+    )
+    dtype, value_dtype = stored["dtype"], stored.get("value_dtype")
     for name, given in (("key_dtype", key_dtype), ("value_dtype", value_dtype)):
         if given is not None:
             one_of(given, name, DTYPES)
@@ -384,13 +398,14 @@ def layer_config(
                 f"{capacity}"
             )
         rows = min(rows, 2 * window)
-    recent, sinks = _part_tokens(recent, sinks, window)
+    recent, sinks = _part_tokens(stored, window)
     if recent_dtype is None:
         recent_dtype = "float16"
     elif not (recent or sinks or in_runs):
         raise InvalidArgumentError("recent_dtype is for recent and sinks, and both are 0")
     one_of(recent_dtype, "recent_dtype", recent_dtypes)
     recent_dtype = str(recent_dtype) if recent or sinks or in_runs else ""
+    rotation = stored.get("value_rotation")
     _check_channels(head_dim, "head_dim", dtype)
     _check_channels(value_head_dim, "value_head_dim", value_dtype)
     return LayerConfig(
@@ -407,7 +422,7 @@ def layer_config(
         recent,
         sinks,
         recent_dtype,
-        as_bool(value_rotation, "value_rotation"),
+        False if rotation is None else as_bool(rotation, "value_rotation"),
     )
 
 
@@ -428,11 +443,12 @@ def _of_runs(name: str) -> str:
     return f"{name}.runs" if name in IN_RUNS else name
 
 
-def _part_tokens(recent: Any, sinks: Any, window: int | None) -> tuple[int, int]:
+def _part_tokens(stored: dict[str, Any], window: int | None) -> tuple[int, int]:
     """Check how many last and first tokens are to be in another format."""
     counts = []
-    for name, given in (("recent", recent), ("sinks", sinks)):
-        number = as_int(given, name)
+    for name in ("recent", "sinks"):
+        given = stored.get(name)
+        number = 0 if given is None else as_int(given, name)
         if not 0 <= number <= MAX_PART_TOKENS:
             raise InvalidArgumentError(f"{name} must be from 0 to {MAX_PART_TOKENS}, not {number}")
         counts.append(number)

@@ -1,34 +1,66 @@
-"""How keys and values are stored where nobody says: docs/formats.md has the measurements."""
+"""Names of recommended storage, which stand wherever a dtype does: docs/formats.md measures them.
+
+A name is a dtype and options beside it. Options that are given replace the name's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-__all__ = ["AUTO", "RECOMMENDED", "recommended"]
+__all__ = ["AUTO", "IN_ROWS", "RECOMMENDED", "Recommended", "by_name", "is_recommended"]
 
-AUTO = "auto"  # what the command line calls it
+Recommended: TypeAlias = Literal["auto", "small"]
+AUTO: Recommended = "auto"
 
-#: Arguments of a KVCache. Keys have steps for each channel, taken anew every 32 tokens: a few large
-#: channels, as Qwen2.5 has, cost the others nothing, and a long context no more than a short one.
-RECOMMENDED: dict[str, Any] = {"dtype": "kivi8", "value_dtype": "int8", "value_rotation": True}
+#: Options of a KVCache by name. Keys have steps for each channel, taken anew every 32 tokens: a few
+#: large channels, as Qwen2.5 has, cost the others nothing, and a long context no more than a short
+#: one. "small" takes about half of the bytes of "auto".
+RECOMMENDED: dict[str, dict[str, Any]] = {
+    "auto": {
+        "dtype": "kivi8",
+        "value_dtype": "int8",
+        "value_rotation": True,
+        "recent": 64,
+        "sinks": 4,
+    },
+    "small": {"dtype": "kivi4", "recent": 96, "sinks": 4},
+}
 
-#: The same where tokens cannot be in runs: keys over a factor for each channel.
-IN_ROWS: dict[str, Any] = {"dtype": "int8", "key_scale": AUTO}
+#: The same where keys cannot be in runs: over a factor for each channel.
+IN_ROWS: dict[str, dict[str, Any]] = {
+    "auto": {"dtype": "int8", "key_scale": AUTO},
+    "small": {"dtype": "int4", "scale_dtype": "float16", "key_scale": AUTO},
+}
 
 
-def recommended(given: Mapping[str, Any], *, in_rows: bool = False) -> dict[str, Any]:
-    """The options of storage that are given, without ``dtype``, and what is recommended beside.
+def is_recommended(dtype: Any) -> bool:
+    """Whether it is a name of RECOMMENDED."""
+    return isinstance(dtype, str) and dtype in RECOMMENDED
 
-    Keys are in rows where `in_rows` says so, and where they get an offset or a scale, which runs do
-    not have. Values that get a format are in that alone.
+
+def by_name(given: Mapping[str, Any], *, over_ranks: bool = False) -> dict[str, Any]:
+    """Options of storage, with those that a name in ``dtype`` sets where they are None or missing.
+
+    Keys are in rows where they get an offset or a scale, which runs do not have. `over_ranks`:
+    nothing is in runs, or in another format besides. Values that get a format are in that alone,
+    keys that get one have an automatic scale. Layers with a window have no sinks.
     """
-    scale = given.get("key_scale")
+    name = given.get("dtype")
+    if not is_recommended(name):
+        return dict(given)
+    best, scale = dict(RECOMMENDED[str(name)]), given.get("key_scale")
     has_vectors = given.get("key_offset") is not None or not isinstance(scale, str | None)
-    if in_rows or has_vectors:
-        return {**IN_ROWS, **given}
-    best = {**RECOMMENDED, "key_scale": AUTO}  # of keys that get a format
+    if over_ranks or has_vectors:
+        parts = () if over_ranks else ("recent", "sinks")
+        best = IN_ROWS[str(name)] | {option: best[option] for option in parts}
+    if given.get("key_dtype") is not None:
+        best["key_scale"] = AUTO
     if given.get("value_dtype") is not None:
-        del best["value_rotation"]
-    said = {name: one for name, one in given.items() if one is not None or name == "key_scale"}
-    return best | said
+        best.pop("value_rotation", None)
+    if given.get("window") is not None:
+        best.pop("sinks", None)
+    for option, value in given.items():
+        if option != "dtype" and (value is not None or option == "key_scale"):
+            best[option] = value
+    return best

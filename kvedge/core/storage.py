@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from kvedge.core.types import Dtype, KeyVectors, ScaleDtype
+from kvedge.core.recommended import by_name
+from kvedge.core.types import Dtype, KeyVectors, ScaleDtype, StorageDtype
 
 __all__ = ["KEY_VECTORS", "NAMES", "PART_OPTIONS", "Storage", "shows_storage", "storage_of"]
 
@@ -19,20 +20,20 @@ class Storage:
     """How keys and values are stored, as of :class:`kvedge.KVCache`; not yet checked.
 
     The one list of these options: what takes them all goes by ``fields(Storage)``. Type checkers
-    see them in :class:`kvedge.core.types.StorageArguments`.
+    see them in :class:`kvedge.core.types.StorageArguments`. None: as `dtype` has it, else none.
     """
 
-    dtype: Dtype = "int8"
+    dtype: StorageDtype = "int8"
     key_dtype: Dtype | None = None
     value_dtype: Dtype | None = None
     group_size: int | None = None
     scale_dtype: ScaleDtype = "float32"
     key_offset: KeyVectors = None
     key_scale: KeyVectors = None
-    recent: int = 0
-    sinks: int = 0
+    recent: int | None = None
+    sinks: int | None = None
     recent_dtype: Dtype | None = None
-    value_rotation: bool = False
+    value_rotation: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """What was asked for beside dtype and scale_dtype; None for what was not."""
@@ -57,6 +58,8 @@ def storage_of(call: str, given: Mapping[str, Any], without: Collection[str] = (
     for name in given:
         if name not in NAMES or name in without:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+    if any(given.get(name) is not None for name in ("key_dtype", *KEY_VECTORS)):
+        given = by_name(given)  # keys are perhaps in rows then; else each layer's config asks
     return Storage(**given)
 
 

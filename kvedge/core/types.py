@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvedge.core.formats import Dtype
+from kvedge.core.recommended import Recommended
 
 __all__ = [
     "Array",
@@ -21,6 +22,7 @@ __all__ = [
     "PoolArguments",
     "ScaleDtype",
     "StorageArguments",
+    "StorageDtype",
     "SupportsDLPack",
 ]
 
@@ -35,6 +37,9 @@ class SupportsDLPack(Protocol):
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 ScaleDtype: TypeAlias = Literal["float32", "float16"]
+
+# What a whole cache is stored as: a format, or a name of recommended storage.
+StorageDtype: TypeAlias = Dtype | Recommended
 
 # Order of the axes tokens (n), heads (h) and channels (d), where there are tokens.
 Layout: TypeAlias = Literal["nhd", "hnd"]
@@ -84,7 +89,7 @@ class CacheArguments(StorageArguments, total=False):
     """The options of a KVCache but for its size."""
 
     value_head_dim: int | None
-    dtype: Dtype
+    dtype: StorageDtype
     window: int | Sequence[int | None] | None
     num_query_heads: int | None
 

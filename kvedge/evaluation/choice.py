@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from .. import KVCache
 from ..core.formats import DTYPES, FORMATS
-from ..core.recommended import AUTO, RECOMMENDED
+from ..core.recommended import RECOMMENDED, by_name
 from ..core.types import Dtype
 from ..errors import InvalidArgumentError
 from ..eviction import Eviction
@@ -30,7 +30,7 @@ _EVICTION = "eviction_"  # before the names of Eviction's options
 _STATES = "state_dtype"  # an argument of KvedgeCache
 _ATTENTION = ("precision_bits", "tolerance")  # arguments of attend(), not of the cache
 
-# What is compared unless asked otherwise, beside every format as it is.
+# What is compared unless asked otherwise, beside what is recommended and every format as it is.
 _VARIANTS = (
     "int8:group_size=32",
     "int8:scale_dtype=float16",
@@ -61,8 +61,8 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
     Parameters
     ----------
     texts : iterable of str
-        Each names one or more configurations with commas between: a format, or ``auto`` for what is
-        recommended, then perhaps a colon and options:
+        Each names one or more configurations with commas between: a format, or ``auto`` or
+        ``small`` for what is recommended, then perhaps a colon and options:
         ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=`` and without
         ``:`` is a further option of the format before it. Options are arguments of
         :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``;
@@ -91,8 +91,8 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
 
 
 def default_choices(head_dim: int) -> list[CacheChoice]:
-    """Return every format, and options where they differ for this head_dim."""
-    choices = parse_choices([*FORMATS, *_VARIANTS])
+    """Return what is recommended, every format, and options where they differ for this head_dim."""
+    choices = parse_choices([*RECOMMENDED, *FORMATS, *_VARIANTS])
     return [each for each in choices if each.cache_options.get("group_size", 0) < head_dim]
 
 
@@ -113,17 +113,14 @@ def _parse(name: str) -> CacheChoice:
     if dtype.endswith(".json"):
         policy = LayerPolicy.load(dtype)
         options = {"policy": policy}
-        dtype = policy.layers[0]["dtype"]
-    if dtype == AUTO:
-        options = dict(RECOMMENDED)
-        dtype = options.pop("dtype")
-    if dtype not in DTYPES:
-        wanted = ", ".join((AUTO, *DTYPES))
+        dtype = by_name(policy.layers[0])["dtype"]
+    if dtype not in (*RECOMMENDED, *DTYPES):
+        wanted = ", ".join((*RECOMMENDED, *DTYPES))
         raise InvalidArgumentError(f"{name!r}: no format {dtype!r}, only {wanted}")
     known = [] if "policy" in options else _cache_options()
     evicting = ["eviction", *(_EVICTION + each.name for each in fields(Eviction)[1:])]
     eviction: dict[str, Any] = {}
-    choice = CacheChoice(name, cast(Dtype, dtype), options)
+    attention: dict[str, Any] = {}
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")
         if key not in (*known, *evicting, *_ATTENTION) or not equals:
@@ -132,14 +129,14 @@ def _parse(name: str) -> CacheChoice:
         if key in evicting:
             eviction[key.removeprefix(_EVICTION)] = _value(value)
             continue
-        options = choice.attention_options if key in _ATTENTION else choice.cache_options
-        options[key] = _value(value)
+        (attention if key in _ATTENTION else options)[key] = _value(value)
     if eviction:
         if "eviction" not in eviction:
             raise InvalidArgumentError(f"{name!r}: {_EVICTION}... needs eviction=METHOD")
         eviction["method"] = eviction.pop("eviction")
-        choice.cache_options["eviction"] = Eviction.of(eviction)
-    return choice
+        options["eviction"] = Eviction.of(eviction)
+    options = by_name({"dtype": dtype, **options})
+    return CacheChoice(name, cast(Dtype, options.pop("dtype")), options, attention)
 
 
 def _cache_options() -> list[str]:

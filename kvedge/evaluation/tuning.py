@@ -43,11 +43,10 @@ VALUE_FORMATS: tuple[str, ...] = (
     *("rotated int8", "kivi8"),
 )
 PROBE = "kivi4"
-# What layers of few bits read in float16 besides: last tokens, and first ones, which real models
-# attend to from everywhere, where the layer sees no window.
+# What layers read in float16 besides: last tokens, and first ones, which real models attend to from
+# everywhere, where the layer sees no window.
 RECENT, SINKS = 96, 4
 DEFAULT_WINDOW = 1024  # tokens: long enough that most of what is read is stored in few bits
-_FEW_BITS = ("kivi2", "int4", "kivi4")
 _AT_ONCE = 6  # policies read beside one float32 cache
 _MOST_TRIES = 4  # until the measured KL is what is wanted
 _UNIFORM = 3  # single formats that are measured beside a policy
@@ -148,7 +147,7 @@ def learn(
     tokens : sequence of int
         The text, two tokens or more.
     recent, sinks : int
-        Last and first tokens that layers with a format of few bits read in float16 besides.
+        Last and first tokens that layers read in float16 besides.
     context : int, optional
         Tokens that bytes are counted for, which matters where layers see a window; `window` unless
         given.
@@ -337,9 +336,8 @@ class _Maker:
             made["value_rotation"] = True
         if any(format_of(one).has_scales for one in (keys, values)):
             made["scale_dtype"] = "float16"
-        if keys in _FEW_BITS or values in _FEW_BITS:
-            made |= {"recent": self._recent} if self._recent else {}
-            made |= {"sinks": self._sinks} if self._sinks and not self._shape(at).window else {}
+        made |= {"recent": self._recent} if self._recent else {}
+        made |= {"sinks": self._sinks} if self._sinks and not self._shape(at).window else {}
         return made
 
     def policy(self, pairs: Sequence[_Pair]) -> LayerPolicy:

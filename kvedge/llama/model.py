@@ -13,7 +13,7 @@ from .. import KVCache
 from ..cache.cache import state_of
 from ..cache.editing import evict_due
 from ..core.options import PrecisionBits
-from ..core.types import Dtype
+from ..core.types import StorageDtype
 from ..errors import CapacityExceededError, InvalidArgumentError, ShapeMismatchError
 from ..eviction import Eviction
 from ..policy import KvCachePolicy
@@ -109,13 +109,13 @@ class LlamaModel:
             f"max_seq_len={c.max_seq_len})"
         )
 
-    def new_cache(self, dtype: Dtype = "int8", **options: Any) -> KVCache:
+    def new_cache(self, dtype: StorageDtype = "int8", **options: Any) -> KVCache:
         """An empty cache of this model's shape.
 
         Parameters
         ----------
-        dtype : kvedge.core.types.Dtype
-            How keys and values are stored, such as "int8": docs/numerics.md has the table.
+        dtype : kvedge.core.types.StorageDtype
+            How keys and values are stored, such as "int8": as of :class:`kvedge.KVCache`.
         **options
             Further arguments of :class:`kvedge.KVCache`, such as `group_size`; `max_seq_len` is
             the model's own unless given, and `window` those of its layers. `policy`, a

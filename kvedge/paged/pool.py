@@ -17,8 +17,9 @@ import numpy as np
 from kvedge.core import checks, memory
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.kivi import RUN
+from kvedge.core.recommended import by_name
 from kvedge.core.storage import KEY_VECTORS, shows_storage, storage_of
-from kvedge.core.types import Array, Dtype, PoolArguments, ScaleDtype
+from kvedge.core.types import Array, PoolArguments, ScaleDtype, StorageDtype
 from kvedge.errors import (
     BlockNotHeldError,
     DtypeMismatchError,
@@ -56,8 +57,9 @@ class KvBlockPool(ConfigFacts):
         1 to 65536.
     head_dim : int
         Channels of a key, 1 to 1024.
-    dtype : kvedge.core.types.Dtype
-        How keys and values are stored, such as "int8": docs/numerics.md has the table.
+    dtype : kvedge.core.types.StorageDtype
+        How keys and values are stored, such as "int8", or "auto" or "small", as of
+        :class:`kvedge.KVCache`.
     scale_dtype : {"float32", "float16"}
         int8 and int4 only: type of the scales.
     group_size : int, optional
@@ -107,7 +109,7 @@ class KvBlockPool(ConfigFacts):
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: Dtype = "int8",
+        dtype: StorageDtype = "int8",
         scale_dtype: ScaleDtype = "float32",
         group_size: int | None = None,
         value_head_dim: int | None = None,
@@ -127,6 +129,8 @@ class KvBlockPool(ConfigFacts):
                 f"{num_blocks * block_size}"
             )
         given = {"dtype": dtype, "scale_dtype": scale_dtype, "group_size": group_size, **storage}
+        given = by_name({**given, "key_scale": key_scale})
+        del given["key_scale"]  # a pool takes none from its first tokens
         config = checks.layer_config(
             capacity=num_blocks * block_size,
             num_kv_heads=num_kv_heads,

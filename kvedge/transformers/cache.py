@@ -75,11 +75,12 @@ class KvedgeCache(Cache):
         ----------
         config : transformers.PretrainedConfig
             ``model.config``.
-        dtype : kvedge.core.types.Dtype, a sequence of them, or "auto"
+        dtype : kvedge.core.types.StorageDtype or a sequence of them
             How keys and values are stored, as of :class:`kvedge.KVCache`. "auto": keys in kivi8,
-            values in int8 and rotated (docs/formats.md), each as far as no other option says
-            otherwise; int8 with ``key_scale="auto"`` where a `group` shares tokens out, and where
-            keys get an offset or a scale.
+            values in int8 and rotated, the last 64 and the first 4 tokens in float16
+            (docs/formats.md), each as far as no other option says otherwise; keys in int8 with
+            ``key_scale="auto"`` where they get an offset or a scale, and where a `group` shares
+            tokens out, which has no tokens in float16.
         policy : kvedge.LayerPolicy or path, optional
             How each layer is stored, as ``kvedge tune`` finds it, in place of `dtype` and
             **storage; or its file.
@@ -130,7 +131,7 @@ class KvedgeCache(Cache):
         if policy is not None:
             stored = of_policy(policy, {"dtype": dtype, **storage})
         else:
-            stored = storage_of(dtype, storage, in_rows=group is not None)
+            stored = storage_of(dtype, storage, over_ranks=group is not None)
         self._options = StoreOptions(
             storage=stored,
             precision_bits=precision_bits,
@@ -407,7 +408,7 @@ class KvedgeCache(Cache):
         """Bytes that the tokens take, in all rows of all layers that kvedge serves.
 
         First and last tokens that are held in ``recent_dtype`` besides are not counted: of each row
-        and layer up to ``recent`` + 128 and ``sinks``.
+        and layer up to ``recent`` + 128 and ``sinks``, and a prompt until the next token comes.
         """
         return sum(getattr(layer, "memory_bytes", 0) for layer in self.layers)
 

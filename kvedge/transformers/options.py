@@ -13,7 +13,7 @@ import transformers
 from kvedge.backends.select import KVCache
 from kvedge.core.config import MAX_HEAD_DIM
 from kvedge.core.options import AttendOptions, PrecisionBits
-from kvedge.core.recommended import AUTO, IN_ROWS, recommended
+from kvedge.core.recommended import AUTO, by_name
 from kvedge.core.storage import NAMES, Storage
 from kvedge.errors import InvalidArgumentError
 from kvedge.eviction import Eviction
@@ -26,11 +26,22 @@ _MAJOR = int(transformers.__version__.split(".", 1)[0])
 _TRIED = MAX_HEAD_DIM  # channels of the layer that options are tried on: any group_size fits
 
 
-def storage_of(dtype: Any, given: Mapping[str, Any], *, in_rows: bool) -> dict[str, Any]:
-    """Options of a KVCache, as a KvedgeCache is told them; `in_rows`: none that makes runs."""
-    if isinstance(dtype, str) and dtype == AUTO:
-        return recommended(given, in_rows=in_rows)
-    return {"key_scale": IN_ROWS["key_scale"], **given, "dtype": dtype}
+_PLAIN = {each.name: each.default for each in fields(Storage)}
+
+
+def storage_of(dtype: Any, given: Mapping[str, Any], *, over_ranks: bool) -> dict[str, Any]:
+    """Options of a KVCache, as a KvedgeCache is told them, in place of names what they set.
+
+    So what a conversation is saved with does not depend on what a name means.
+    """
+    stored = {"key_scale": AUTO, **given, "dtype": dtype}
+    if not is_for_each_layer(dtype):
+        return by_name(stored, over_ranks=over_ranks)
+    if any(is_for_each_layer(value) and len(value) != len(dtype) for value in stored.values()):
+        return stored  # which StoreOptions.check refuses
+    layers = [by_name(_of_layer(stored, i), over_ranks=over_ranks) for i in range(len(dtype))]
+    names = dict.fromkeys(name for layer in layers for name in layer)
+    return {name: [layer.get(name, _PLAIN.get(name)) for layer in layers] for name in names}
 
 
 def is_for_each_layer(value: Any) -> bool:
@@ -40,6 +51,13 @@ def is_for_each_layer(value: Any) -> bool:
     return hasattr(value, "__len__")
 
 
+def _of_layer(storage: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The options of one layer of the model."""
+    return {
+        name: value[index] if is_for_each_layer(value) else value for name, value in storage.items()
+    }
+
+
 def of_policy(policy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of storage as a policy, or its file, has them; `given` are those beside it."""
     for name, value in given.items():
@@ -47,9 +65,9 @@ def of_policy(policy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidArgumentError(f"{name} does not go with a policy, which says it")
     if not isinstance(policy, LayerPolicy):
         policy = LayerPolicy.load(policy)
-    plain = {each.name: each.default for each in fields(Storage)}
     unknown = {name: value for name, value in given.items() if name not in NAMES}
-    return plain | policy.of_each_layer() | unknown  # which are refused as without a policy
+    of_layers = _PLAIN | policy.of_each_layer() | unknown  # which are refused as without a policy
+    return storage_of(of_layers.pop("dtype"), of_layers, over_ranks=False)
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,7 @@ class StoreOptions:
             # Arrays have the shape of a layer's rows, which is not known yet: ones stand for them.
             tried = {
                 name: np.ones((1, _TRIED), np.float32) if hasattr(value, "__dlpack__") else value
-                for name, value in self._of_layer(index).items()
+                for name, value in _of_layer(self.storage, index).items()
             }
             self._row(1, _TRIED, None, tried)
             if not any(map(is_for_each_layer, self.storage.values())):
@@ -103,14 +121,7 @@ class StoreOptions:
 
     def new_row(self, index: int, heads: int, head_dim: int, value_head_dim: int) -> Any:
         """Make an empty kvedge layer for a sequence in layer `index` of the model."""
-        return self._row(heads, head_dim, value_head_dim, self._of_layer(index))
-
-    def _of_layer(self, index: int) -> dict[str, Any]:
-        """What was given, for one layer of the model."""
-        return {
-            name: value[index] if is_for_each_layer(value) else value
-            for name, value in self.storage.items()
-        }
+        return self._row(heads, head_dim, value_head_dim, _of_layer(self.storage, index))
 
     @staticmethod
     def _row(heads: int, head_dim: int, value_head_dim: int | None, storage: Any) -> Any:

@@ -245,7 +245,7 @@ static void test_prompts(void) {
 static void test_recommended(void) {
   begin("recommended");
   static const float errors[] = {0.01f, 0.2f, 0.02f}; /* of attention, whose values are below 1 */
-  static const char *const names[] = {"auto", "half", "int8"};
+  static const char *const names[] = {"auto", "small", "int8"};
   for (int i = 0; i < 3; i++) {
     kvedge_layer_config config, exact = {.format = KVEDGE_FLOAT32};
     CHECK(kvedge_layer_config_of(names[i], &config) == KVEDGE_OK);

@@ -10,6 +10,7 @@ import pytest
 from kvedge.cli import main
 from kvedge.console import exits, output
 from kvedge.core.formats import FORMATS
+from kvedge.core.recommended import RECOMMENDED
 from kvedge.data import STORIES_MODEL, STORIES_TEXT, STORIES_TOKENIZER
 
 FEW = ("--tokens", "60", "--window", "30")
@@ -27,7 +28,8 @@ def test_alone_it_compares_every_format_on_what_comes_along(capsys):
     assert (report["tokens"], report["predicted_tokens"], report["blocks"]) == (60, 58, 2)
     formats = report["formats"]
     assert formats[0]["name"] == "float32" and formats[0]["kl"] == 0
-    assert {each["dtype"] for each in formats} == set(FORMATS)
+    assert [each["name"] for each in formats[1:3]] == list(RECOMMENDED)
+    assert {each["dtype"] for each in formats[3:]} | {"float32"} == set(FORMATS)
     assert {"key_scale": "auto"} in [each["options"] for each in formats]
     assert {"key_offset": "auto"} in [each["options"] for each in formats]
     for each in formats[1:]:
@@ -85,7 +87,7 @@ def test_a_key_bias_is_told_and_costs_int8_much(capsys):
 def test_what_is_recommended_is_right_for_keys_with_a_bias(capsys):
     arguments = ("--tokens", 400, "--window", 100, "--formats", "auto", "int8", "--key-bias", "100")
     _, auto, int8 = _eval(capsys, *arguments)["formats"]
-    assert auto["options"] == {"value_dtype": "int8", "value_rotation": True}
+    assert {"dtype": auto["dtype"], **auto["options"]} == RECOMMENDED["auto"]
     assert auto["kl"] < int8["kl"] / 20
 
 

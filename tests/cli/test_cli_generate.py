@@ -15,6 +15,7 @@ import pytest
 import kvedge
 from kvedge.cli import main, resume
 from kvedge.console import exits, output
+from kvedge.core.recommended import RECOMMENDED
 from kvedge.data import STORIES_MODEL, STORIES_TOKENIZER
 from kvedge.llama import LlamaModel, Sampler
 
@@ -56,7 +57,7 @@ def test_stdout_has_the_text_alone_and_stderr_the_summary(capsys):
     captured = capsys.readouterr()
     assert captured.out.startswith("Tim had a")
     assert captured.out.count("\n") == 1
-    for word in ("prompt", "tokens/s", "int8", kvedge.backend, kvedge.isa_info()["isa"], "2.67x"):
+    for word in ("prompt", "tokens/s", "kivi8", kvedge.backend, kvedge.isa_info()["isa"], "3.05x"):
         assert word in captured.err
 
 
@@ -81,11 +82,12 @@ def test_the_summary_without_rich_is_tab_separated(capsys, monkeypatch):
     assert main(["generate", "--tokens", "2"]) == exits.OK
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "kvedge generate"
-    assert any(line.startswith("cache\tint8, 2 tokens in ") for line in lines)
+    assert any(line.startswith("cache\tkivi8, 2 tokens in ") for line in lines)
 
 
 def test_json_has_text_and_figures_in_one_object(capsys):
-    report = _generate(capsys, "--prompt", "Once upon", "--tokens", "20", "--threads", "1")
+    arguments = ("--prompt", "Once upon", "--tokens", "20", "--threads", "1", "--cache", "int8")
+    report = _generate(capsys, *arguments)
     model = LlamaModel.from_file(STORIES_MODEL, STORIES_TOKENIZER)
     prompt = model.tokenizer.encode("Once upon")
     assert "Once upon" + report["text"] == report["whole_text"]
@@ -108,7 +110,8 @@ def test_json_has_text_and_figures_in_one_object(capsys):
 
 
 def test_group_size_and_context_reach_the_cache(capsys):
-    cache = _generate(capsys, "--tokens", 2, "--group-size", 4, "--context", 64)["cache"]
+    arguments = ("--cache", "int8", "--group-size", 4, "--context", 64)
+    cache = _generate(capsys, "--tokens", 2, *arguments)["cache"]
     assert cache["group_size"] == 4
     assert cache["reserved_bytes"] == 64 * 5 * 2 * 4 * (8 + 2 * 4)
 
@@ -132,12 +135,18 @@ def test_first_and_last_tokens_reach_the_cache(session, capsys):
     assert "the session's cache has 16" in capsys.readouterr().err
 
 
-def test_cache_auto_is_what_is_recommended(session, capsys):
-    _generate(capsys, "--tokens", 20, "--cache", "auto", "--save-session", session)
-    cache = kvedge.KVCache.load(session)
-    assert (cache.dtype, cache.value_dtype, cache.value_rotation) == ("kivi8", "int8", True)
+@pytest.mark.parametrize("name", [None, *RECOMMENDED])
+def test_what_is_recommended_has_a_name_that_is_not_saved(name, session, capsys):
+    flags = () if name is None else ("--cache", name)
+    _generate(capsys, "--tokens", 20, *flags, "--save-session", session)
+    cache, named = kvedge.KVCache.load(session), RECOMMENDED[name or "auto"]
+    for option, value in named.items():
+        assert getattr(cache, option) == value
     assert cache.key_scale is None and cache.key_offset is None
-    _generate(capsys, "--tokens", 2, "--cache", "auto", "--load-session", session)
+    _generate(capsys, "--tokens", 2, *flags, "--load-session", session)
+    _generate(capsys, "--tokens", 2, *flags, "--recent", named["recent"], "--load-session", session)
+    flags = (*flags, "--recent", 9, "--load-session", session)
+    assert "the session's cache has" in _fails(capsys, *flags, code=exits.USAGE)
 
 
 def test_precision_bits_and_tolerance_reach_attention(capsys, monkeypatch):
@@ -336,7 +345,7 @@ def test_a_cut_session_file_is_a_clear_error(session, capsys):
     "option",
     [
         ("--cache", "float32"),
-        ("--cache", "auto"),
+        ("--cache", "small"),
         ("--group-size", 4),
         ("--scale-dtype", "float16"),
         ("--key-scale", "auto"),
@@ -545,7 +554,7 @@ def test_a_prompt_cache_is_of_use_in_its_namespace_alone(session, capsys):
 def test_a_prompt_cache_of_another_storage_or_model_is_refused(session, capsys):
     _generate(capsys, "-p", "Once upon", "-n", 1, "--prompt-cache", session)
     error = _fails(capsys, "--prompt-cache", session, "--cache", "float32", code=exits.USAGE)
-    assert "int8" in error
+    assert "kivi8" in error
     error = _fails(capsys, "--prompt-cache", session, "--load-session", session, code=exits.USAGE)
     assert "--load-session" in error
 
@@ -567,7 +576,7 @@ LONG = "Once upon a time there was a big dog in the park. Tom saw a red ball and
 @pytest.mark.parametrize("n", [0, 1, 2, 40])
 @pytest.mark.parametrize("windows", ["8", "0,8,0,8,8"])
 def test_a_prompt_cache_with_windows_serves_its_own_prompt(n, windows, session, capsys):
-    arguments = ("--window", windows, "-n", n)
+    arguments = ("--cache", "int8", "--window", windows, "-n", n)
     read = len(LlamaModel.from_file(STORIES_MODEL).tokenizer.encode(LONG))
     alone = _generate(capsys, "-p", LONG, *arguments)
     for reused in (0, read - 1, read - 1):
@@ -757,7 +766,7 @@ def test_values_that_make_no_sense_are_refused(arguments, capsys):
 
 @pytest.mark.parametrize("method", ["sinks+recent", "heavy", "snapkv"])
 def test_a_cache_in_bounded_memory_is_saved_and_goes_on(session, capsys, method):
-    more = ("--evict", f"{method}:tokens=64")
+    more = ("--cache", "int8", "--evict", f"{method}:tokens=64")
     _generate(capsys, "-n", 100, *more, "--save-session", session)
     cache = kvedge.KVCache.load(session)
     layers = [cache.layer(index) for index in range(cache.num_layers)]

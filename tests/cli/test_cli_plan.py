@@ -16,6 +16,7 @@ from kvedge.console import exits
 from kvedge.console.exits import CommandError
 from kvedge.console.sizes import format_size, parse_size
 from kvedge.core.formats import FORMATS
+from kvedge.core.recommended import RECOMMENDED
 from kvedge.data import STORIES_MODEL
 from kvedge.llama import read_config
 
@@ -35,8 +36,9 @@ def _by_format(report):
 
 def test_the_bytes_are_those_of_a_real_cache(capsys):
     rows = _plan(capsys, *LLAMA_1B)["formats"]
+    assert [row["dtype"] for row in rows[:2]] == list(RECOMMENDED)
     seen = set()
-    for row in rows:
+    for row in rows[2:]:
         options = {}
         if FORMATS[row["dtype"]].has_scales:
             options = {"group_size": row["group_size"], "scale_dtype": row["scale_dtype"]}
@@ -52,6 +54,14 @@ def test_the_bytes_are_those_of_a_real_cache(capsys):
     }
     plain = {(name, None, None) for name, form in FORMATS.items() if not form.has_scales}
     assert seen == plain | groups
+
+
+def test_first_and_last_tokens_of_what_is_recommended_are_counted(capsys):
+    shape = ("--layers", 4, "--kv-heads", 2, "--head-dim", 64, "--context", 256)
+    for row in _plan(capsys, *shape)["formats"][:2]:
+        cache = kvedge.KVCache(4, 2, 64, dtype=row["dtype"], max_seq_len=256)
+        assert row["bytes"] == pytest.approx(cache.memory_bytes, rel=0.05)
+        assert row["bytes"] > 1.4 * 256 * row["bytes_per_token"]
 
 
 def test_float16_is_half_of_float32(capsys):
@@ -76,7 +86,8 @@ def test_the_longest_context_fills_the_ram_and_not_a_token_more(capsys):
     assert report["ram_bytes"] == 1 << 30
     for row in report["formats"]:
         assert row["longest_context"] * row["bytes_per_token"] <= 1 << 30
-        assert (row["longest_context"] + 1) * row["bytes_per_token"] > 1 << 30
+        if row["dtype"] not in RECOMMENDED:  # which hold first and last tokens besides
+            assert (row["longest_context"] + 1) * row["bytes_per_token"] > 1 << 30
         assert row["fits"] == (row["bytes"] <= 1 << 30)
 
 
@@ -611,7 +622,7 @@ def test_contexts_beyond_the_models_own_are_marked(tmp_path, capsys):
 def test_values_of_another_width_by_hand(capsys):
     shape = ["--layers", 2, "--kv-heads", 3, "--head-dim", 40, "--context", 100]
     report = _plan(capsys, *shape, "--value-head-dim", 24)
-    for row in report["formats"]:
+    for row in report["formats"][2:]:
         options = {"dtype": row["dtype"], "max_seq_len": 100, "value_head_dim": 24}
         if row["scale_dtype"]:
             options |= {"group_size": row["group_size"], "scale_dtype": row["scale_dtype"]}

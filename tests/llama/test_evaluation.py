@@ -8,6 +8,7 @@ from llama_reference import logits as reference_logits
 
 import kvedge
 from kvedge.core.formats import FORMATS
+from kvedge.core.recommended import RECOMMENDED
 from kvedge.data import STORIES_MODEL
 from kvedge.evaluation import (
     FLOAT32,
@@ -221,7 +222,8 @@ def test_one_block_has_no_standard_error(stories, story):
 
 def test_every_format_and_option_costs_little_and_takes_its_bytes(stories, story):
     choices = default_choices(stories.config.head_dim)
-    assert {each.dtype for each in choices} == set(FORMATS)
+    assert [each.name for each in choices[:2]] == list(RECOMMENDED)
+    assert {each.dtype for each in choices[2:]} == set(FORMATS)
     first, *results = evaluate(LlamaSubject(stories), story, choices, window=100)
     assert first.choice == FLOAT32 and first.bytes_per_token == 1280
     assert [each.choice for each in results] == [each for each in choices if each != FLOAT32]
@@ -295,6 +297,10 @@ def test_configurations_are_named_by_format_and_options():
     (auto,) = parse_choices(["auto:group_size=4"])
     assert (auto.dtype, auto.cache_options["value_dtype"]) == ("kivi8", "int8")
     assert (auto.cache_options["value_rotation"], auto.cache_options["group_size"]) == (True, 4)
+    assert [each.dtype for each in parse_choices(["small", "small:key_offset=auto"])] == [
+        "kivi4",
+        "int4",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_it_writes_the_story(folder, capsys):
     assert main(["generate", "--hf", str(folder), "--prompt", "Once upon", "--tokens", "24"]) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith(STORY[:60])
-    assert "tokens/s" in shown.err and "int8" in shown.err
+    assert "tokens/s" in shown.err and "kivi8" in shown.err
 
 
 def test_json_says_what_was_written_and_what_it_took(folder, capsys):
