@@ -243,7 +243,7 @@ static kvedge_status scores_of_ranges(const kvedge_layer *layer, const kvedge_ra
   kvedge_part parts[3];
   kvedge_segment segments[2];
   if (num_tokens > ranges->stop - row) return KVEDGE_ERROR_ARGUMENT;
-  const int n = kvedge_parts_of_ranges(layer, ranges, row, num_tokens, row + num_tokens - 1, parts);
+  const int n = kvedge_parts_of_ranges(layer, ranges, row, num_tokens, ranges->stop - 1, parts);
   float *some = kvedge_aligned_alloc(64, kvedge_align((size_t)num_heads * (size_t)num_tokens * sizeof *some));
   kvedge_status status = some ? KVEDGE_OK : KVEDGE_ERROR_MEMORY;
   for (int i = 0; i < n && status == KVEDGE_OK; i++) {

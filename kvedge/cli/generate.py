@@ -140,7 +140,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse combinations that make no sense."""
-    storage.cache_options(options, "int8" if options.compare else AUTO)
+    storage.cache_options(options, AUTO)
     if options.tokens is None:
         options.tokens = -1 if options.chat else _DEFAULT_TOKENS
     if options.hf is None and (options.gguf is not None or options.no_chat):

@@ -102,6 +102,6 @@ def test_pools_take_names():
 def test_an_unknown_name_is_told_which_there_are(name):
     with pytest.raises(InvalidArgumentError, match='"auto" or "small" or "int8" or'):
         kvedge.KVCache(L, H, D, dtype=name)
-    for side in ("key_dtype", "value_dtype", "recent_dtype"):
-        with pytest.raises(InvalidArgumentError, match=f'{side} must be "int8" or'):
+    for side, first in (("key_dtype", "int8"), ("value_dtype", "int8"), ("recent_dtype", "float32")):
+        with pytest.raises(InvalidArgumentError, match=f'{side} must be "{first}" or'):
             kvedge.KVCache(L, H, D, **{side: "auto", "recent": 8})
