@@ -16,6 +16,7 @@ import numpy as np
 
 from kvedge.core import checks, memory
 from kvedge.core.config import ConfigFacts, LayerConfig
+from kvedge.core.formats import FORMATS
 from kvedge.core.kivi import RUN
 from kvedge.core.recommended import by_name
 from kvedge.core.storage import KEY_VECTORS, shows_storage, storage_of
@@ -136,6 +137,7 @@ class KvBlockPool(ConfigFacts):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             value_head_dim=value_head_dim,
+            recent_dtypes=FORMATS,
             **storage_of(type(self).__name__, given, without=KEY_VECTORS).of_layers(),
         )
         if config.in_runs and block_size % RUN:
