@@ -148,9 +148,7 @@ cross:
 # alone, since NumPy has no wheels for it.
 test-arm:
 	tests/c/run.sh armv7 test_kernels test_cells test_cells_of_runs
-	tests/arm/run.sh cortex-a72
-	tests/arm/run.sh cortex-a76
-	tests/arm/run.sh max
+	tests/arm/run.sh cortex-a72 cortex-a76 max
 
 # The suite on every Python from 3.10 to 3.13 that this machine has.
 test-all:

@@ -1,4 +1,4 @@
-"""Processes over gloo on this machine that measure together, for ``kvedge bench distributed``."""
+"""Processes over gloo on this machine that measure together for ``bench.distributed``."""
 
 from __future__ import annotations
 

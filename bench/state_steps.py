@@ -1,4 +1,4 @@
-"""Steps of states that ``kvedge bench state`` times: kvedge's, and transformers' functions."""
+"""Steps of states that ``python -m bench state`` times: kvedge's, and transformers' functions."""
 
 from __future__ import annotations
 

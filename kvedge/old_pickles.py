@@ -12,7 +12,7 @@ from kvedge.layer.types import Fp8KvLayer
 
 
 class Sketches:
-    """Signs of projections in a pickle of a MultiHeadKvCache of 0.1, which are left out."""
+    """Signs of projections in an older pickle of a MultiHeadKvCache, which are left out."""
 
 
 _NAMES: dict[str, dict[str, object]] = {

@@ -2,6 +2,7 @@
 
 ``KVEDGE_SLOW=1``            also runs what is marked ``slow``, every case of every product of
                              parameters (see helpers/covering.py), and more Hypothesis examples.
+``KVEDGE_TEST_SHORT=1``      runs each value of a parameter once, and a third of the examples.
 ``KVEDGE_CHECK=1``           also runs types, documents and examples (make check).
 ``KVEDGE_BUILDS=1``          also runs what compiles the library anew (make test-builds).
 ``KVEDGE_NO_SUBPROCESS=1``   skips what starts another process (under qemu-user a child process is
@@ -24,6 +25,7 @@ import kvedge
 from kvedge.core.formats import FORMATS
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
+SHORT = os.environ.get("KVEDGE_TEST_SHORT") == "1"
 CHECK = SLOW or os.environ.get("KVEDGE_CHECK") == "1"
 BUILDS = SLOW or os.environ.get("KVEDGE_BUILDS") == "1"
 NO_SUBPROCESS = os.environ.get("KVEDGE_NO_SUBPROCESS") == "1"
@@ -35,7 +37,9 @@ except ImportError:
 else:
     # The default run repeats itself exactly; the slow one goes looking for more.
     quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-    settings.register_profile("kvedge", max_examples=15, derandomize=True, database=None, **quiet)
+    examples = 5 if SHORT else 15
+    repeated = {"derandomize": True, "database": None}
+    settings.register_profile("kvedge", max_examples=examples, **repeated, **quiet)
     settings.register_profile("kvedge-slow", max_examples=400, **quiet)
     settings.load_profile("kvedge-slow" if SLOW else "kvedge")
 
@@ -52,7 +56,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
     if not SLOW and not config.option.keyword:  # -k may name a case
-        out = left_out(items)
+        out = left_out(items, most=1 if SHORT else 2)
         config.hook.pytest_deselected(items=list(out))
         items[:] = [item for item in items if item not in out]
     for item in items:

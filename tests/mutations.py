@@ -188,7 +188,8 @@ MUTATIONS = [
     Mutation(
         "an infinity is stored",
         "if (bits >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;\n  *bound",
-        "if (bits > KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;\n  *bound",
+        "if (bits > KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;\n"
+        "  if (bits == KVEDGE_NOT_FINITE) return *bound = 1.0f, KVEDGE_OK;\n  *bound",
         LAYER,
     ),
     Mutation(

@@ -405,7 +405,7 @@ def _restored(
     tokens: Sequence[np.ndarray],
     sketches: Any = None,
 ) -> MultiHeadKvCache:
-    """A cache of these stored bytes, in the active backend; pickles of 0.1 have sketches."""
+    """A cache of these stored bytes, in the active backend; older pickles have sketches."""
     if sketches is not None:
         config = replace(config, projections=0)
     cache = MultiHeadKvCache(num_heads, config, num_query_heads=num_query_heads)

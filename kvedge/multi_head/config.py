@@ -23,8 +23,8 @@ class KvCacheConfig:
     bits : int
         Bits of a stored value, 2 to 8; a row has a scale besides.
     projections : int
-        0. (Signs of random projections of what storing a key loses were kept here until version
-        0.2; a further bit costs less for a smaller error.)
+        0. Signs of random projections of what storing a key loses are no longer kept: a further
+        bit costs less for a smaller error.
     seed : int
         Of the random rotations, 0 to 2^64 - 1. Head h takes seed + h.
     scale_dtype : {"float16", "float32"}

@@ -1,6 +1,6 @@
 """Saving and loading a MultiHeadKvCache.
 
-Files of version 0.1 may hold signs of projections as well. They are checked and left out.
+Older files may hold signs of projections as well. They are checked and left out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/bin/bash
 # The Python contract suite on an emulated ARM machine, and its stored bytes beside this machine's.
 #
-#   tests/arm/run.sh CPU      cortex-a72 (Raspberry Pi 4: neon), cortex-a76 (Pi 5: neondot), max (neoni8mm)
+#   tests/arm/run.sh CPU...   cortex-a72 (Raspberry Pi 4: neon), cortex-a76 (Pi 5: neondot), max (neoni8mm)
 #
 # KVEDGE_ARM_SHORT=1   fewer tests: a minute or two, where all take a quarter of an hour
 # KVEDGE_ARM_ENV=DIR   where the emulated Python lives (tools/arm_env.sh); default .arm-env
@@ -10,19 +10,17 @@
 # The extension is built in a copy of the checkout. Exits with 0, 1 (something failed) or 77 (a tool is
 # missing).
 set -euo pipefail
-cpu=${1:?usage: run.sh cortex-a72, cortex-a76 or max}
-case $cpu in
-cortex-a72) isa=neon ;;
-cortex-a76) isa=neondot ;;
-max) isa=neoni8mm ;;
-*) echo "run.sh: which kernels does $cpu get? add it here"; exit 2 ;;
-esac
+declare -A isa_of=([cortex-a72]=neon [cortex-a76]=neondot [max]=neoni8mm)
+: "${1:?usage: run.sh cortex-a72, cortex-a76 or max}"
+for cpu in "$@"; do
+  [ -n "${isa_of[$cpu]:-}" ] || { echo "run.sh: which kernels does $cpu get? add it here"; exit 2; }
+done
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 env=${KVEDGE_ARM_ENV:-$root/.arm-env}
 python=${PYTHON:-$root/.venv/bin/python}
 [ -x "$python" ] || { echo "run.sh: no $python (make test makes it, or set PYTHON)"; exit 77; }
 
-echo "== $cpu: the environment in $env"
+echo "== the environment in $env"
 "$root/tools/arm_env.sh" "$env"
 
 echo "== the extension for aarch64"
@@ -38,36 +36,44 @@ rm -f "$copy"/kvedge/backends/native*.so
 (cd "$copy" && KVEDGE_REQUIRE_EXT=1 "$env/xbuild" setup.py -q build_ext --inplace) > "$env/build.log" 2>&1 ||
   { tail -30 "$env/build.log"; echo "run.sh: the build failed"; exit 1; }
 
-export QEMU_CPU=$cpu KVEDGE_NO_SUBPROCESS=1 OPENBLAS_NUM_THREADS=1
+export KVEDGE_NO_SUBPROCESS=1 OPENBLAS_NUM_THREADS=1
 unset KVEDGE_ISA KVEDGE_BACKEND
 armpy() { (cd "$copy" && PYTHONPATH=$copy "$env/armpy" "$@"); }
 
-found=$(armpy -c 'import kvedge; print(kvedge.backend, kvedge.isa_info()["isa"])')
-echo "== runs as: $found"
-[ "$found" = "native $isa" ] || { echo "run.sh: expected native $isa"; exit 1; }
-
-echo "== stored bytes"
-PYTHONPATH=$root "$python" "$root/tests/arm/stored_bytes.py" > "$env/stored-here.txt"
-armpy tests/arm/stored_bytes.py > "$env/stored-arm.txt"
-diff "$env/stored-here.txt" "$env/stored-arm.txt" || { echo "run.sh: other bytes than on this machine"; exit 1; }
-echo "the same in $(wc -l < "$env/stored-arm.txt") cases"
-
-echo "== sessions with states, from there to here and from here to there"
 there=$env/sessions-there here=$env/sessions-here
 mkdir -p "$there" "$here"
 armio() { (cd "$copy" && PYTHONPATH=$copy:$env/io "$env/armpy" "$@"); }
 [ -d "$env/io" ] || "$python" -m pip install -q --no-compile --no-deps --target "$env/io" --only-binary=:all: \
   --platform manylinux2014_aarch64 --python-version 311 --implementation cp safetensors
+PYTHONPATH=$root "$python" "$root/tests/arm/stored_bytes.py" > "$env/stored-here.txt"
 PYTHONPATH=$root "$python" "$root/tests/arm/next_tokens.py" save "$here" > "$env/tokens-here.txt"
-armio tests/arm/next_tokens.py go "$here" | diff "$env/tokens-here.txt" -
-armio tests/arm/next_tokens.py save "$there" > "$env/tokens-there.txt"
-PYTHONPATH=$root "$python" "$root/tests/arm/next_tokens.py" go "$there" | diff "$env/tokens-there.txt" -
-echo "the same tokens after $(wc -l < "$env/tokens-here.txt") sessions"
 
-echo "== contract suite"
-tests=(tests/contract tests/states)
-# Left out: what takes long there, or looks at the system's memory, which is this machine's.
+# Left out of the contract suite: what takes long there, or looks at the system's memory, which is this machine's.
 # Short: what kernels compute and store; what is Python alone is the same on every CPU.
-[ -z "${KVEDGE_ARM_SHORT:-}" ] || tests=(tests/contract/test_storage_bytes.py tests/contract/test_attend_options.py
-  tests/contract/test_float32_layer.py tests/contract/test_golden.py)
-armpy -m pytest -q -p no:cacheprovider "${tests[@]}"
+tests=(tests/contract tests/states)
+if [ -n "${KVEDGE_ARM_SHORT:-}" ]; then
+  export KVEDGE_TEST_SHORT=1
+  tests=(tests/contract/test_storage_bytes.py tests/contract/test_attend_options.py tests/contract/test_float32_layer.py
+    tests/contract/test_golden.py)
+fi
+
+for cpu in "$@"; do
+  export QEMU_CPU=$cpu
+  found=$(armpy -c 'import kvedge; print(kvedge.backend, kvedge.isa_info()["isa"])')
+  echo "== $cpu runs as: $found"
+  [ "$found" = "native ${isa_of[$cpu]}" ] || { echo "run.sh: expected native ${isa_of[$cpu]}"; exit 1; }
+
+  echo "== stored bytes"
+  armpy tests/arm/stored_bytes.py > "$env/stored-arm.txt"
+  diff "$env/stored-here.txt" "$env/stored-arm.txt" || { echo "run.sh: other bytes than on this machine"; exit 1; }
+  echo "the same in $(wc -l < "$env/stored-arm.txt") cases"
+
+  echo "== sessions with states, from there to here and from here to there"
+  armio tests/arm/next_tokens.py go "$here" | diff "$env/tokens-here.txt" -
+  armio tests/arm/next_tokens.py save "$there" > "$env/tokens-there.txt"
+  PYTHONPATH=$root "$python" "$root/tests/arm/next_tokens.py" go "$there" | diff "$env/tokens-there.txt" -
+  echo "the same tokens after $(wc -l < "$env/tokens-here.txt") sessions"
+
+  echo "== contract suite"
+  armpy -m pytest -q -p no:cacheprovider "${tests[@]}"
+done

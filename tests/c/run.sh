@@ -13,7 +13,8 @@
 #   standards the sources as C11, GNU11, GNU17 and GNU23, with gcc and clang, -Werror; nothing is run
 #   musl      with musl, whose threads have stacks of 128 KiB; with fewer cases
 #   valgrind  memcheck, with fewer cases (KVEDGE_TEST_SHORT=1)
-#   aarch64   cross-built, run under qemu as Cortex-A72, Cortex-A76 and with all that qemu has (i8mm), with fewer cases
+#   aarch64   cross-built, run under qemu as Cortex-A72 and, what calls kernels, as Cortex-A76 and with all that qemu has
+#             (i8mm), with fewer cases
 #   armv7     cross-built for 32-bit ARM with the compiler's defaults, run as Cortex-A9 (no fused
 #             multiply-add), and with -mfpu=neon-vfpv4, run as Cortex-A7; with fewer cases
 #   oldx86    run as a Nehalem (no AVX: scalar) and as a Haswell (AVX2) under qemu, with fewer cases
@@ -41,10 +42,15 @@ need() { # need COMMAND DEBIAN_PACKAGE
 
 strict=-Werror
 sources=($(find "$root/csrc" -name '*.c'))
-# build COMPILER...: the library and every program, in $work/bin. Programs at -O2 at most: at -O3 gcc 12
+# build COMPILER...: $sources and every program, in $work/bin. Programs at -O2 at most: at -O3 gcc 12
 # for aarch64 ends in an internal error on them.
 build() {
-  rm -rf "$work/obj" "$work/bin"
+  rm -rf "$work/obj"
+  build_again "$@"
+}
+# build_again COMPILER...: the same, beside the objects of the build before.
+build_again() {
+  rm -rf "$work/bin"
   mkdir -p "$work/obj" "$work/bin"
   echo "== $*"
   compile=("$@" -std=c11 -g -Wall -Wextra -Wpedantic $strict -pthread "-I$root/csrc")
@@ -77,6 +83,16 @@ run() {
   done
 }
 
+# only PROGRAM...: of the programs asked for, those: what differs between CPUs that run the same build.
+only() {
+  local kept=() program
+  for program in "${programs[@]}"; do
+    [[ " $* " != *" $program "* ]] || kept+=("$program")
+  done
+  programs=("${kept[@]}")
+}
+of_kernels=(test_kernels test_cells test_cells_of_runs test_logits test_rows test_states test_attention)
+
 finish() {
   [ $failures -eq 0 ] && { echo "run.sh $mode: all well"; exit 0; }
   echo "run.sh $mode: $failures FAILED"
@@ -91,8 +107,9 @@ native)
   build "${compiler[@]}" -O3 && run
   # AVX-VNNI's code in AVX-512VL's encoding, where only that can be run
   if grep -qw avx512_vnni /proc/cpuinfo 2>/dev/null && ! grep -qw avx_vnni /proc/cpuinfo; then
-    programs=(test_kernels test_cells test_cells_of_runs)
-    build "${compiler[@]}" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && tables=avxvnni run
+    only test_kernels test_cells test_cells_of_runs
+    sources=($(grep -rl --include='*.c' KVEDGE_AVXVNNI_AS_EVEX "$root/csrc"))
+    build_again "${compiler[@]}" -O3 -DKVEDGE_AVXVNNI_AS_EVEX && tables=avxvnni run
   fi
   ;;
 clang)
@@ -100,8 +117,9 @@ clang)
   build clang -O3 && run
   if [ -d /usr/aarch64-linux-gnu/lib ] && command -v qemu-aarch64-static >/dev/null; then
     build clang --target=aarch64-linux-gnu -static -DKVEDGE_TEST_IS_STATIC -O3 && {
+      [ -z "${KVEDGE_TEST_SHORT:-}" ] || only "${of_kernels[@]}"
       tables=neondot run qemu-aarch64-static -cpu cortex-a76
-      programs=(test_kernels test_cells test_cells_of_runs)
+      only test_kernels test_cells test_cells_of_runs
       tables=neon run qemu-aarch64-static -cpu cortex-a72
       tables=neoni8mm run qemu-aarch64-static -cpu max
     }
@@ -167,6 +185,7 @@ aarch64)
   export KVEDGE_TEST_SHORT=1
   if build aarch64-linux-gnu-gcc -static -DKVEDGE_TEST_IS_STATIC -O3; then
     run qemu-aarch64-static -cpu cortex-a72
+    only "${of_kernels[@]}"
     tables=neondot run qemu-aarch64-static -cpu cortex-a76
     tables=neoni8mm run qemu-aarch64-static -cpu max
   fi

@@ -3,7 +3,7 @@
 A test of three or more parameters, fixtures among them, runs in so many cases that each value of a
 parameter meets each value of every other. Marked ``covering(1)`` (``pytestmark`` for a file), each
 value occurs: for what does not depend on two at once, as where one check serves all formats.
-``KVEDGE_SLOW=1`` runs the whole product.
+``KVEDGE_SLOW=1`` runs the whole product; ``KVEDGE_TEST_SHORT=1`` each value alone, of all tests.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def covering(cases: Sequence[Case], strength: int) -> list[int]:
     return sorted(chosen)
 
 
-def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Of the collected tests those that the quick suite leaves out."""
+def left_out(items: Sequence[pytest.Item], most: int = 2) -> set[pytest.Item]:
+    """Of the collected tests those that the quick suite leaves out; `most` is the strength."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec"):
@@ -55,7 +55,7 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for product in products.values():
         marker = product[0].get_closest_marker("covering")
         cases = [_values(item) for item in product]
-        kept = {product[at] for at in covering(cases, marker.args[0] if marker else 2)}
+        kept = {product[at] for at in covering(cases, min(most, marker.args[0] if marker else 2))}
         out.update(item for item in product if item not in kept)
     return out
 
