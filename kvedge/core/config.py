@@ -305,8 +305,7 @@ def layer_config(
     Parameters
     ----------
     dtype : kvedge.core.types.StorageDtype
-        A name of recommended storage sets what is None of value_dtype, recent, sinks and
-        value_rotation.
+        A name sets what is None of value_dtype, recent, sinks and value_rotation.
     capacity : int or None
         Tokens, 1 to 2^40; None: the layer grows, from `rows` on.
     num_kv_heads : int
