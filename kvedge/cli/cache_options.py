@@ -12,7 +12,7 @@ from kvedge.cli import engines, ranks, storage
 from kvedge.cli.figures import stored_as
 from kvedge.console.exits import UsageError
 from kvedge.console.values import non_negative_int, positive_int, whole_or_all
-from kvedge.core.recommended import IN_ROWS, RECOMMENDED, is_recommended
+from kvedge.core.recommended import IN_ROWS, RECOMMENDED
 from kvedge.errors import KvedgeError
 from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
@@ -129,7 +129,7 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
         _check_sizes(options, cache)
         return
     asked = options.key_dtype or options.cache
-    if is_recommended(asked):
+    if asked in RECOMMENDED:
         rows = IN_ROWS[asked]["dtype"]  # over ranks, or by earlier versions
         if stored_as(cache, "dtype") == RECOMMENDED[asked]["dtype"] or (
             stored_as(cache, "dtype") == rows and cache.key_scale is not None

@@ -32,8 +32,8 @@ is another one where float32 is sure, its best leading by more than 1 nat; loss 
 in the window. --recall hides ten numbers in a text and asks for each at its end.
 
 A format is named with its options: int8:group_size=32,key_scale=auto. Options are arguments of
-kvedge.KVCache, and precision_bits and tolerance of attention. "auto" is what is recommended, and
-what KvedgeCache does by itself. float32:eviction=heavy,eviction_tokens=256 holds so many tokens at
+kvedge.KVCache, and precision_bits and tolerance of attention. "auto" and "small" are what is
+recommended. float32:eviction=heavy,eviction_tokens=256 holds so many tokens at
 most, after each chunk of the text; other methods are sinks+recent and snapkv. With --hf and a model
 that has recurrent states, float32:state_dtype=bfloat16 (or int8) keeps them so between chunks.
 """
@@ -44,7 +44,7 @@ EXAMPLES = """\
   kvedge eval --hf Qwen2.5-0.5B --text book.txt --formats auto int8 bfloat16
   kvedge eval --key-bias 100             # a stress test: keys with constant channels
   kvedge eval --formats int8 --chunk 1   # one token at a time, as in generation
-  kvedge eval --model model.gguf --text book.txt --formats auto kivi4 --recall 2048 4096
+  kvedge eval --model model.gguf --text book.txt --formats auto small --recall 2048 4096
 """
 
 # The window is that of kvedge.evaluation.measure, which is not imported for --help.

@@ -17,7 +17,7 @@ from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_count, format_size, parse_size
 from kvedge.console.values import positive_int
 from kvedge.core.formats import FORMATS, SCALE_TYPES
-from kvedge.core.recommended import RECOMMENDED, is_recommended
+from kvedge.core.recommended import RECOMMENDED
 
 NAME = "plan"
 SUMMARY = "how much memory a cache takes, and which context fits"
@@ -246,7 +246,7 @@ def plan_rows(shape: CacheShape, context: int, ram: int) -> list[Row]:
     # What is recommended first, then formats without scales, the widest of them at the top.
     rows.sort(
         key=lambda row: (
-            not is_recommended(row.dtype),
+            row.dtype not in RECOMMENDED,
             row.scale_dtype is not None,
             0 if row.scale_dtype else -row.bytes,
         )

@@ -37,7 +37,7 @@ EXAMPLES = """\
   kvedge tune -m model.gguf --text book.txt --bits 5 -o policy.json
   kvedge tune -m model.gguf --text book.txt --max-kl 1e-3 -o policy.json
   kvedge tune --hf Qwen2.5-0.5B --text book.txt --bits 5 -o policy.json
-  kvedge eval -m model.gguf --text other.txt --cache policy.json kivi4:recent=96
+  kvedge eval -m model.gguf --text other.txt --cache policy.json small
   kvedge generate -m model.gguf --cache policy.json -p "Once upon a time"
 """
 

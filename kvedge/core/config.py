@@ -311,8 +311,7 @@ def layer_config(
     Parameters
     ----------
     dtype : kvedge.core.types.StorageDtype
-        A name of recommended storage sets what is None of value_dtype, recent, sinks and
-        value_rotation.
+        A name sets what is None of value_dtype, recent, sinks and value_rotation.
     capacity : int or None
         Tokens, 1 to 2^40; None: the layer grows, from `rows` on.
     num_kv_heads : int
@@ -346,20 +345,13 @@ def layer_config(
     InvalidArgumentError
     """
     one_of(dtype, "dtype", (*RECOMMENDED, *DTYPES))
-    stored = by_name(
-        {
-            "dtype": dtype,
-            "value_dtype": value_dtype,
-            "window": window,
-            "recent": recent,
-            "sinks": sinks,
-            "value_rotation": value_rotation,
-        }
-    )
+    given = {"dtype": dtype, "value_dtype": value_dtype, "window": window}
+    given |= {"recent": recent, "sinks": sinks, "value_rotation": value_rotation}
+    stored = by_name(given)
     dtype, value_dtype = stored["dtype"], stored.get("value_dtype")
-    for name, given in (("key_dtype", key_dtype), ("value_dtype", value_dtype)):
-        if given is not None:
-            one_of(given, name, DTYPES)
+    for name, side in (("key_dtype", key_dtype), ("value_dtype", value_dtype)):
+        if side is not None:
+            one_of(side, name, DTYPES)
     value_dtype = dtype if value_dtype is None else value_dtype
     dtype = dtype if key_dtype is None else key_dtype
     in_runs = dtype in IN_RUNS or value_dtype in IN_RUNS

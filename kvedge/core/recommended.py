@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["AUTO", "IN_ROWS", "RECOMMENDED", "Recommended", "by_name", "is_recommended"]
+__all__ = ["AUTO", "IN_ROWS", "RECOMMENDED", "Recommended", "by_name"]
 
 Recommended: TypeAlias = Literal["auto", "small"]
 AUTO: Recommended = "auto"
@@ -34,11 +34,6 @@ IN_ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def is_recommended(dtype: Any) -> bool:
-    """Whether it is a name of RECOMMENDED."""
-    return isinstance(dtype, str) and dtype in RECOMMENDED
-
-
 def by_name(given: Mapping[str, Any], *, over_ranks: bool = False) -> dict[str, Any]:
     """Options of storage, with those that a name in ``dtype`` sets where they are None or missing.
 
@@ -47,13 +42,13 @@ def by_name(given: Mapping[str, Any], *, over_ranks: bool = False) -> dict[str, 
     keys that get one have an automatic scale. Layers with a window have no sinks.
     """
     name = given.get("dtype")
-    if not is_recommended(name):
+    if not isinstance(name, str) or name not in RECOMMENDED:
         return dict(given)
-    best, scale = dict(RECOMMENDED[str(name)]), given.get("key_scale")
+    best, scale = dict(RECOMMENDED[name]), given.get("key_scale")
     has_vectors = given.get("key_offset") is not None or not isinstance(scale, str | None)
     if over_ranks or has_vectors:
         parts = () if over_ranks else ("recent", "sinks")
-        best = IN_ROWS[str(name)] | {option: best[option] for option in parts}
+        best = IN_ROWS[name] | {option: best[option] for option in parts}
     if given.get("key_dtype") is not None:
         best["key_scale"] = AUTO
     if given.get("value_dtype") is not None:

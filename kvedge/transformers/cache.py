@@ -76,11 +76,8 @@ class KvedgeCache(Cache):
         config : transformers.PretrainedConfig
             ``model.config``.
         dtype : kvedge.core.types.StorageDtype or a sequence of them
-            How keys and values are stored, as of :class:`kvedge.KVCache`. "auto": keys in kivi8,
-            values in int8 and rotated, the last 64 and the first 4 tokens in float16
-            (docs/formats.md), each as far as no other option says otherwise; keys in int8 with
-            ``key_scale="auto"`` where they get an offset or a scale, and where a `group` shares
-            tokens out, which has no tokens in float16.
+            How keys and values are stored, as of :class:`kvedge.KVCache`. Where a `group` shares
+            tokens out, "auto" is int8 and "small" int4, without last and first tokens apart.
         policy : kvedge.LayerPolicy or path, optional
             How each layer is stored, as ``kvedge tune`` finds it, in place of `dtype` and
             **storage; or its file.

@@ -1,4 +1,4 @@
-"""Names of recommended storage: what they set, what is given beside them, and where they are taken."""
+"""Names of recommended storage: what they set, what replaces it, and where they are taken."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def facts(held):
         ({"dtype": "auto", "recent": 512}, {"dtype": "kivi8", **AUTO, "recent": 512}),
         ({"dtype": "small", "recent": 0, "sinks": 0}, {**SMALL, "recent": 0, "sinks": 0}),
         ({"dtype": "auto", "value_rotation": False}, {**AUTO, "value_rotation": False}),
-        ({"dtype": "auto", "value_dtype": "int4"}, {"value_dtype": "int4", "value_rotation": False}),
+        (
+            {"dtype": "auto", "value_dtype": "int4"},
+            {"value_dtype": "int4", "value_rotation": False},
+        ),
         ({"dtype": "auto", "key_dtype": "int8"}, {"dtype": "int8", **AUTO}),
         ({"dtype": "auto", "key_offset": "auto"}, {"dtype": "int8", "recent": 64, "sinks": 4}),
         ({"dtype": "small", "key_offset": "auto"}, {"dtype": "int4", "recent": 96, "sinks": 4}),

@@ -31,12 +31,12 @@ TEXT = Path(argparse.__file__).read_text(encoding="utf-8")  # code that every Py
 
 # KL to a float32 cache at most: SmolLM2, Gemma 3
 LIMITS = {
-    "auto": (2e-4, 2e-4),
+    "auto": (5e-5, 5e-5),
+    "small": (1e-2, 1e-2),
     "kivi8": (2e-4, 2e-4),
     "float16": (1e-6, 1e-6),
     "bfloat16": (2e-4, 2e-4),
     "fp8_e4m3:key_scale=auto": (3e-2, 3e-2),
-    "kivi4:recent=96": (2e-2, 4e-2),
 }
 
 

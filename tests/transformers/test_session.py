@@ -74,6 +74,18 @@ def test_given_key_offsets_are_those_of_the_loaded_cache(tmp_path):
     assert_same_bytes(loaded, cache)
 
 
+def test_a_conversation_has_what_a_name_stands_for(tmp_path):
+    model = tiny_model("llama")
+    policy = kvedge.LayerPolicy([{"dtype": "auto"}, {"dtype": "small"}] * 2)
+    for given in ({"dtype": ["auto", "small"] * 2}, {"policy": policy}):
+        cache = KvedgeCache(model.config, **given)
+        cache.save(tmp_path, generate(model, cache, prompt()["input_ids"]))
+        options = json.loads((tmp_path / "conversation.json").read_text())["options"]
+        assert options["dtype"] == ["kivi8", "kivi4"] * 2
+        assert options["value_rotation"][0] and options["recent"][1] == 96
+        assert_same_bytes(KvedgeCache.load(tmp_path, model.config), cache)
+
+
 def test_saving_again_replaces_the_conversation(tmp_path):
     model = tiny_model("gemma2")
     cache = KvedgeCache(model.config)
