@@ -177,8 +177,8 @@ typedef struct {
 
 /* How tokens are stored by a name; the config is else 0: capacity, num_kv_heads and head_dim are the caller's to set. Bits are
  * those of a value at head_dim 64, without first and last tokens; docs/formats.md has what each loses.
- *   "auto"  8.75 bits: keys in KVEDGE_KIVI8, values rotated in KVEDGE_INT8, the last 32 and the first 4 tokens in float16
- *   "half"  4.75 bits: both in KVEDGE_KIVI4, the last 96 and the first 4 tokens in float16
+ *   "auto"  8.75 bits: keys in KVEDGE_KIVI8, values rotated in KVEDGE_INT8, with recent and sinks
+ *   "half"  4.75 bits: both in KVEDGE_KIVI4, with sinks and more recent tokens
  *   "int8"  8.5 bits: rows of KVEDGE_INT8 alone
  * KVEDGE_ERROR_ARGUMENT: there is no such name. */
 kvedge_status kvedge_layer_config_of(const char *name, kvedge_layer_config *config);
