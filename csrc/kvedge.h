@@ -347,7 +347,7 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
 /* ---- Sessions ----------------------------------------------------------------------------- */
 
 /* A session file holds what layers hold, as they store it: the file that KVCache.save of Python
- * writes and KVCache.load reads, byte for byte (safetensors; kvedge/session.py has the names).
+ * writes and KVCache.load reads, byte for byte (safetensors; kvedge/files/session.py has the names).
  * Files are the caller's: writing hands over bytes, reading looks at memory, such as a mapped
  * file. No call here takes memory. KVEDGE_GRID2 to KVEDGE_GRID8 are in no session.
  *
@@ -361,7 +361,7 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
  *   kvedge_session_load(reader, layers, &why);
  *
  * Layers with recent or sinks are in files whole, and so are those in runs that have a recent_format. Of the last tokens a
- * file holds those that are kept, recent + 64 at most (of runs 96 at least). A file of Python's whose recent_dtype is not
+ * file holds those that are kept: up to recent + 64, or in runs 96 where that is more. A file of Python's whose recent_dtype is not
  * float32, float16 or bfloat16 is refused. */
 typedef struct {
   const char *key, *value; /* UTF-8, which no NUL ends */
@@ -410,8 +410,8 @@ typedef int (*kvedge_session_sink)(void *context, const void *data, size_t bytes
 /* Bytes of the file; 0: it cannot be written. */
 size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers);
 
-/* Writes the first length - dropped tokens of each layer. Others may append to the layers
- * meanwhile, but to those with recent or sinks, and drop nothing. KVEDGE_ERROR_ARGUMENT: a number
+/* Writes the first length - dropped tokens of each layer. Others may append meanwhile, but
+ * not to layers with a recent_format, and drop nothing. KVEDGE_ERROR_ARGUMENT: a number
  * out of its range, a layer with fewer tokens, or in runs without a recent_format, metadata that is
  * no UTF-8 or not in order, states that are not in order or lie where there is no layer. The tokens are read twice, at first for their digest. */
 kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers, kvedge_session_sink sink,
