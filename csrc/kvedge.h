@@ -370,9 +370,9 @@ typedef struct {
 
 typedef struct {
   int64_t window; /* tokens that a query row sees, 1..2^40; 0: all */
-  int64_t
-      dropped; /* tokens before the first that the layer holds; with a window, whose last window - 1 tokens are held.
-                    * In runs the layer's first row, kvedge_layer_range's start, is as far from a multiple of 32 */
+  /* Tokens before the first that the layer holds; with a window, whose last window - 1 tokens are held. In runs
+   * kvedge_layer_range's start is as far from a multiple of 32. */
+  int64_t dropped;
   /* These a reader tells; writing asks the layer. */
   kvedge_layer_config config; /* capacity: length - dropped, in runs from the first one's run on; or 1 */
   int has_key_offset, has_key_scale;
