@@ -275,21 +275,25 @@ static void encode_run(kvedge_layer *layer, int64_t row) {
   }
 }
 
-/* Puts tokens of the body into the ring, token by token: those of a run that the layer was cut in. */
+/* Puts tokens up to the last one into the ring as they are read: those of a run that the layer was cut in. */
 static void reload(kvedge_layer *layer, int64_t start, int64_t stop) {
-  const int heads = layer->config.num_kv_heads;
+  const kvedge_ranges ranges = kvedge_ranges_now(layer);
   float row[KVEDGE_MAX_HEAD_DIM];
-  for (int64_t token = start; token < stop; token++)
+  for (int64_t token = start; token < stop; token++) {
+    kvedge_part part[3]; /* one: a token lies in one of them */
+    kvedge_parts_of_ranges(layer, &ranges, token, 1, stop - 1, part);
     for (int values = 0; values < 2; values++) {
-      const kvedge_side *side = values ? &layer->values : &layer->keys;
+      const kvedge_side *side = values ? &part->layer->values : &part->layer->keys;
       const kvedge_side *last = values ? &layer->last->values : &layer->last->keys;
+      const int place = kvedge_place_in_row(side->format, part->first_row);
       char *codes = kvedge_codes_at(last, token % layer->last->config.capacity);
-      for (int head = 0; head < heads; head++, codes += last->row_bytes) {
-        const kvedge_side one = kvedge_side_of_head(side, token, head);
-        kvedge_rows_load(&one, token % side->format->row_tokens, token % side->format->row_tokens + 1, row);
+      for (int head = 0; head < side->num_kv_heads; head++, codes += last->row_bytes) {
+        const kvedge_side one = kvedge_side_of_head(side, part->first_row, head);
+        kvedge_rows_load(&one, place, place + 1, row);
         last->format->encode(&last->shape, row, 1, codes, NULL);
       }
     }
+  }
 }
 
 void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens,
