@@ -177,8 +177,8 @@ typedef struct {
 
 /* How tokens are stored by a name; the config is else 0: capacity, num_kv_heads and head_dim are the caller's to set. Bits are
  * those of a value at head_dim 64, without first and last tokens; docs/formats.md has what each loses.
- *   "auto"  8.75 bits: keys in KVEDGE_KIVI8, values rotated in KVEDGE_INT8, the last 64 and the first 4 tokens in float16
- *   "small"  4.75 bits: both in KVEDGE_KIVI4, the last 96 and the first 4 tokens in float16
+ *   "auto"  8.75 bits: keys in KVEDGE_KIVI8, values rotated in KVEDGE_INT8, with recent and sinks
+ *   "small"  4.75 bits: both in KVEDGE_KIVI4, with sinks and more recent tokens
  *   "int8"  8.5 bits: rows of KVEDGE_INT8 alone
  * KVEDGE_ERROR_ARGUMENT: there is no such name. */
 kvedge_status kvedge_layer_config_of(const char *name, kvedge_layer_config *config);
@@ -349,7 +349,7 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
 /* ---- Sessions ----------------------------------------------------------------------------- */
 
 /* A session file holds what layers hold, as they store it: the file that KVCache.save of Python
- * writes and KVCache.load reads, byte for byte (safetensors; kvedge/session.py has the names).
+ * writes and KVCache.load reads, byte for byte (safetensors; kvedge/files/session.py has the names).
  * Files are the caller's: writing hands over bytes, reading looks at memory, such as a mapped
  * file. No call here takes memory. KVEDGE_GRID2 to KVEDGE_GRID8 are in no session.
  *
@@ -363,7 +363,7 @@ void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
  *   kvedge_session_load(reader, layers, &why);
  *
  * Layers with recent or sinks are in files whole, and so are those in runs that have a recent_format. Of the last tokens a
- * file holds those that are kept, recent + 64 at most (of runs 96 at least). A file of Python's whose recent_dtype is not
+ * file holds those that are kept: up to recent + 64, or in runs 96 where that is more. A file of Python's whose recent_dtype is not
  * float32, float16 or bfloat16 is refused. */
 typedef struct {
   const char *key, *value; /* UTF-8, which no NUL ends */
@@ -372,9 +372,9 @@ typedef struct {
 
 typedef struct {
   int64_t window; /* tokens that a query row sees, 1..2^40; 0: all */
-  int64_t
-      dropped; /* tokens before the first that the layer holds; with a window, whose last window - 1 tokens are held.
-                    * In runs the layer's first row, kvedge_layer_range's start, is as far from a multiple of 32 */
+  /* Tokens before the first that the layer holds; with a window, whose last window - 1 tokens are held. In runs
+   * kvedge_layer_range's start is as far from a multiple of 32. */
+  int64_t dropped;
   /* These a reader tells; writing asks the layer. */
   kvedge_layer_config config; /* capacity: length - dropped, in runs from the first one's run on; or 1 */
   int has_key_offset, has_key_scale;
@@ -412,8 +412,8 @@ typedef int (*kvedge_session_sink)(void *context, const void *data, size_t bytes
 /* Bytes of the file; 0: it cannot be written. */
 size_t kvedge_session_bytes(const kvedge_session *session, kvedge_layer *const *layers);
 
-/* Writes the first length - dropped tokens of each layer. Others may append to the layers
- * meanwhile, but to those with recent or sinks, and drop nothing. KVEDGE_ERROR_ARGUMENT: a number
+/* Writes the first length - dropped tokens of each layer. Others may append meanwhile, but
+ * not to layers with a recent_format, and drop nothing. KVEDGE_ERROR_ARGUMENT: a number
  * out of its range, a layer with fewer tokens, or in runs without a recent_format, metadata that is
  * no UTF-8 or not in order, states that are not in order or lie where there is no layer. The tokens are read twice, at first for their digest. */
 kvedge_status kvedge_session_write(const kvedge_session *session, kvedge_layer *const *layers, kvedge_session_sink sink,

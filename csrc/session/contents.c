@@ -57,8 +57,8 @@ static kvedge_ranges ranges_to_write(const kvedge_contents *contents, int index,
   kvedge_ranges r;
   kvedge_layer_get_ranges(layer, &r);
   const int64_t begin = kvedge_in_runs(&of->config) ? r.start & -KVEDGE_RUN : r.start;
-  const int64_t first_stop = r.first_row + r.num_first,
-                since = larger(r.last_from, r.stop - kvedge_kept_rows(&of->config));
+  const int64_t first_stop = r.first_row + r.num_first;
+  const int64_t since = larger(r.last_from, r.stop - kvedge_kept_rows(&of->config));
   r.stop = r.start + kvedge_held_tokens(contents->session, of);
   r.last_from = smaller(larger(since, begin), r.stop);
   r.num_first = r.first_row > r.start ? 0 : larger(0, smaller(first_stop, r.stop) - r.start);

@@ -241,6 +241,28 @@ static void test_prompts(void) {
   end();
 }
 
+/* A layer in runs that went back into one of them reads its tokens as before once others follow. */
+static void test_cut_runs(void) {
+  begin("cut in a run");
+  static tokens_read before, after;
+  for (int i = 0; i < 300; i++) {
+    kvedge_layer_config config = random_config();
+    config.format = KVEDGE_KIVI4, config.recent_format = KVEDGE_RECENT(KVEDGE_FLOAT32); /* others round once more */
+    kvedge_layer *layer = new_layer(&config);
+    for (int64_t n = 0; n < 300; n += 100) append(layer, n, 100);
+    const int64_t stop = 1 + random_below(300), run = stop / 32 * 32;
+    CHECK(kvedge_layer_set_len(layer, stop) == KVEDGE_OK);
+    read_all(layer, &before);
+    if (stop + 1 < run + 32) append(layer, 0, 1);
+    read_all(layer, &after);
+    CHECK(!memcmp(before.keys + run * KEY, after.keys + run * KEY, (size_t)((stop - run) * KEY) * sizeof(float)));
+    CHECK(!memcmp(before.values + run * VALUE, after.values + run * VALUE,
+                  (size_t)((stop - run) * VALUE) * sizeof(float)));
+    kvedge_layer_destroy(layer);
+  }
+  end();
+}
+
 /* A layer by its name, without a word of formats. */
 static void test_recommended(void) {
   begin("recommended");
@@ -417,6 +439,7 @@ int main(void) {
   test_copies_go_on_alike();
   test_prompts();
   test_kept_and_shifted();
+  test_cut_runs();
   test_recommended();
   test_refused();
   test_readers_beside_a_writer();
