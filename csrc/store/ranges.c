@@ -319,7 +319,8 @@ static void append_last(kvedge_layer *layer, kvedge_ranges *now, const kvedge_ar
   const int64_t run = kvedge_in_runs(&layer->config) ? KVEDGE_RUN : 1, cut = stop & -run;
   const int64_t kept = (layer->config.recent ? stop : end) - kvedge_kept_rows(&layer->config);
   if (now->last_from > cut) { /* the layer went back further than its last tokens reach */
-    const int64_t rest = smaller(now->last_from, stop);
+    const int64_t tail = layer->config.recent ? larger(now->last_from, stop - layer->config.recent) : stop;
+    const int64_t rest = smaller(tail, stop); /* up to here they are not read among the last ones */
     move_last(layer, now, cut, rest, stop);
     reload(layer, now, rest);
     now->last_from = cut;

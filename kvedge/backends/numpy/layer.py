@@ -289,7 +289,9 @@ class LayerStore:
 
     def _with_rest(self, parts: Parts, cut: int, end: int) -> Parts:
         """Last tokens from a position on, those in front as they lie in rows or runs."""
-        config, stop = self.config, min(parts.last_at, end)
+        config, stop = self.config, end
+        if config.recent:  # from here on they are read among the last ones
+            stop = min(end, max(parts.last_at, end - config.recent))
         form = config.runs(RUN) if config.in_runs else config.plain
         slabs = self._now.slabs if parts.runs is None else parts.runs
         at, sides = cut - self._now.num_dropped + self._now.start, []
@@ -303,7 +305,7 @@ class LayerStore:
             new[low - cut : max(low, high) - cut] = old[
                 low - parts.first_at : max(low, high) - parts.first_at
             ]
-        return parts._replace(last=_joined(rest, parts.until(end).last), last_at=cut)
+        return parts._replace(last=_joined(rest, parts.until(end).since(stop).last), last_at=cut)
 
     def _encode_runs(self, parts: Parts, tokens: Slabs, cut: int, end: int) -> None:
         """Encode the whole ones of tokens from a position on, in pieces."""
