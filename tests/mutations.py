@@ -354,14 +354,14 @@ MUTATIONS = [
     # ---- Python: each kind of storage, copied and saved
     Mutation(
         "a copy's key scale is not taken from its first tokens",
-        "keys.store_as(store, key_map, rule)\n    memory",
-        "keys.store_as(store, key_map, KeyRule(False, False))\n    memory",
+        "    hold()\n    keys.store_as(store, store.key_map, rule)",
+        "    hold()\n    keys.store_as(store, store.key_map, KeyRule(False, False))",
         KINDS,
     ),
     Mutation(
         "a copy has dropped nothing",
-        "store.restart(num_dropped, own)",
-        "store.restart(0, own)",
+        "store.holding(n, num_dropped, own, key_map=key_map)",
+        "store.holding(n, 0, own, key_map=key_map)",
         KINDS,
     ),
     Mutation(

@@ -258,7 +258,7 @@ cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0, ap
         of_parts = config.part_config.key_format.c_code
         c_config.recent, c_config.sinks, c_config.recent_format = config.recent, config.sinks, 1 + of_parts
         c_config.recent_room = max(num_tokens, 1) if config.recent else 0
-        handle.first_room = -(-config.sinks // _RUN) * _RUN
+        handle.first_room = config.sinks
         handle.last_room = kvedge_layer_last_rows(&c_config)
         handle.apart = apart or memory.reserve_slabs(config.apart(handle.first_room + handle.last_room))
         keys, values = handle.apart.key_codes, handle.apart.value_codes

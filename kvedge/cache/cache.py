@@ -604,6 +604,10 @@ class KVCache(ConfigFacts):
         """
         snapshots.restore(self._state, snapshot)
 
+    def restore_from_snapshot(self, snapshot: KvCacheSnapshot) -> None:
+        """Return to a snapshot; another name of :meth:`restore`."""
+        self.restore(snapshot)
+
     @memory_for("a layer that begins anew")
     def truncate(self, n: int) -> None:
         """Keep the first ``n`` tokens; pending tokens are dropped.

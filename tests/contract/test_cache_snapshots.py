@@ -39,7 +39,7 @@ def test_restore_goes_back_to_the_mark(cache, rng):
     cache.restore(mark)
     assert cache_content(cache) == before
     step(cache, rng, 2)
-    cache.restore(mark)
+    cache.restore_from_snapshot(mark)
     assert cache_content(cache) == before
 
 

@@ -186,7 +186,6 @@ def test_a_damaged_checkpoint_is_one_line(folder, tmp_path, capsys):
     [
         (["--hf", "nowhere"], 1, "nowhere: no such folder"),
         (["--hf", ".", "--gguf", "absent.gguf"], 1, "no file absent.gguf"),
-        (["--hf", ".", "--compare"], 2, "--compare does not go with --hf"),
         (["--gguf", "a.gguf"], 2, "are for --hf DIR"),
         (["--hf", "."], 1, "transformers cannot load it"),
     ],
