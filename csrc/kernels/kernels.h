@@ -79,7 +79,7 @@ typedef struct {
 } kvedge_query;
 
 /* Two planes of a query have to move no logit by more than about this. At this figure the output keeps the numerics
- * contract (2e-4) between flat and sharp, where it is hardest (tools/accuracy.py --worst). */
+ * contract (2e-4) between flat and sharp, where it is hardest (bench/accuracy.py --worst). */
 #define KVEDGE_LOGIT_ERROR 8e-5f
 
 /* Rows to prefetch, of a tile that comes later: with each block of the tile at hand one such block, of as many bytes as

@@ -105,6 +105,7 @@ def test_pools_take_names():
 def test_an_unknown_name_is_told_which_there_are(name):
     with pytest.raises(InvalidArgumentError, match='"auto" or "small" or "int8" or'):
         kvedge.KVCache(L, H, D, dtype=name)
-    for side, first in (("key_dtype", "int8"), ("value_dtype", "int8"), ("recent_dtype", "float32")):
+    firsts = {"key_dtype": "int8", "value_dtype": "int8", "recent_dtype": "float32"}
+    for side, first in firsts.items():
         with pytest.raises(InvalidArgumentError, match=f'{side} must be "{first}" or'):
             kvedge.KVCache(L, H, D, **{side: "auto", "recent": 8})
