@@ -57,7 +57,6 @@ __all__ = [
     "put",
     "ranges_of",
     "refuse",
-    "ring_rows",
     "runs_end",
     "tail_of",
     "with_keys",
@@ -120,11 +119,6 @@ def last_rows(config: LayerConfig, n: int = 0) -> int:
     """Last tokens that a layer has room for in their other format, `n` of them appended at once."""
     kept = kept_rows(config)
     return kept + max(n if config.recent else 0, _ROOM) if kept else 0
-
-
-def ring_rows(config: LayerConfig, n: int = 0) -> int:
-    """The same, in whole runs."""
-    return -(-last_rows(config, n) // RUN) * RUN
 
 
 def runs_end(end: int, last: int) -> int:
@@ -200,9 +194,8 @@ def contents_of(
     since = start // RUN * RUN if config.in_runs else start  # runs need those before it
     since = max(since, max(end, held.num_dropped + held.num_tokens) - kept_rows(config))
     of_last = slice(min(stop, max(0, since - parts.last_at)), stop)
-    own = part_key_map(config, NO_MAP)
     made = [
-        PartContents(Slabs(*(array[rows] for array in arrays)), own)
+        PartContents(Slabs(*(array[rows] for array in arrays)), NO_MAP)
         for arrays, rows in ((first, of_first), (last, of_last))
     ]
     if parts.runs is not None:
