@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -140,7 +140,7 @@ class LayerStore(Protocol):
         """Append one token or several; a window does not slide."""
 
     @staticmethod
-    def append_step(stores: Sequence[Any], keys: np.ndarray, values: np.ndarray) -> bool:
+    def append_step(stores: Sequence[object], keys: np.ndarray, values: np.ndarray) -> bool:
         """Append a token (len(stores), num_kv_heads, channels) to all in one call.
 
         False: nothing has changed, and it is for `append`, which says what is wrong or decides how

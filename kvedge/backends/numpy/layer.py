@@ -220,7 +220,7 @@ class LayerStore:
         self._extend(keys, values, None, layout)
 
     @staticmethod
-    def append_step(stores: Sequence[LayerStore], keys: np.ndarray, values: np.ndarray) -> bool:
+    def append_step(stores: Sequence[object], keys: np.ndarray, values: np.ndarray) -> bool:
         return False
 
     def _extend(self, keys: Array, values: Array, many: bool | None, layout: Layout) -> None:
