@@ -82,11 +82,12 @@ class LayerStore:
         return self._now
 
     def snapshot(self, end: int | None = None) -> Held:
-        return self._now if end is None else self._at(end - self._now.num_dropped)
+        held = self.held()
+        return held if end is None else self._at(held, end - held.num_dropped)
 
-    def _at(self, n: int) -> Held:
+    def _at(self, held: Held, n: int) -> Held:
         """What is held where the layer goes to another length."""
-        held, parts = self._now, self._now.parts
+        parts = held.parts
         if parts is None:
             return held._replace(num_tokens=n)
         before, end = held.num_dropped + held.num_tokens, held.num_dropped + n
@@ -132,7 +133,7 @@ class LayerStore:
 
     def set_len(self, n: int) -> None:
         self.filled(0, n)
-        self._now = self._at(n)
+        self._now = self._at(self._now, n)
 
     def drop(self, n: int) -> None:
         held = self._now
