@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "kvedge.h"
+#include "system/arithmetic.h"
 
 static const struct {
   const char *name;

@@ -270,8 +270,10 @@ class LayerStore:
         """Those of a layer to which some tokens are appended; runs that they fill are encoded."""
         config, n = self.config, len(keys)
         new = encoded(config.part_config, NO_MAP, keys, values)
-        first = parts.until(end).first
-        sinks = min(n, config.sinks - end)
+        first, sinks = parts.until(end).first, min(n, config.sinks - end)
+        if sinks > 0 and end == self._now.num_dropped:  # an empty layer begins anew
+            first = Slabs(*(each[:0] for each in first))
+            parts = parts._replace(first_at=end)
         if sinks > 0 and parts.first_at + len(first.key_codes) == end:
             first = _joined(first, Slabs(*(each[:sinks] for each in new)))
         else:
