@@ -489,9 +489,8 @@ cdef class LayerStore:
                     config = replace(config, capacity=first_row + num_tokens)
                     slabs, body = memory.reserve_slabs(config), None
             handle = _attach(config, slabs, key_map, body)
-            if self._in_runs:
-                if body is None:
-                    memory.copy_runs(parts.runs, old.config, 0, memory.tokens_of_runs(parts.runs, old.config), handle.body)
+            if self._in_runs and body is None:
+                memory.copy_runs(parts.runs, config, 0, memory.tokens_of_runs(parts.runs, config), handle.body)
             handle.dropped = <int64_t>num_dropped - first_row
             count = len(parts.first.key_codes)
             for slab, rows in zip(handle.apart[:2], parts.first[:2]):
@@ -507,8 +506,8 @@ cdef class LayerStore:
         cdef int64_t stop
         if parts is None:
             handle = old if handle is None else handle
+            kvedge_layer_set_len(handle.layer, 0)  # it looks anew at the rows that it gets
             if first_row == 0:  # else rows stay where they are
-                kvedge_layer_set_len(handle.layer, 0)
                 kvedge_layer_compact(handle.layer)
             kvedge_layer_set_len(handle.layer, num_tokens)
             handle.dropped = num_dropped - first_row
@@ -735,7 +734,7 @@ cdef class LayerStore:
         cdef list made = list(stores)
         cdef _Array key_rows, value_rows
         cdef LayerStore layer
-        cdef Py_ssize_t begun = 0, i
+        cdef Py_ssize_t begun = 0
         if not (
             _read(keys, &key_rows) and _fits_batch(&key_rows, made, False, _KEYS) and key_rows.ndim == 3
             and _read(values, &value_rows) and _fits_batch(&value_rows, made, False, _VALUES) and value_rows.ndim == 3
@@ -748,14 +747,10 @@ cdef class LayerStore:
         _as_batch(&key_rows, False, True, False)
         _as_batch(&value_rows, False, True, False)
         try:
-            for each in made:
-                if not (<LayerStore>each)._begin_writing():
-                    return False
-                begun += 1
-            return _append_to_all(made, &key_rows, &value_rows) == KVEDGE_OK
+            begun = _begin_writing_to(made)
+            return begun == len(made) and _append_to_all(made, &key_rows, &value_rows) == KVEDGE_OK
         finally:
-            for i in range(begun):
-                (<LayerStore>made[i])._end_writing()
+            _end_writing_to(made, begun)
 
     cdef inline bint _has_room(self, _Handle handle, int64_t num_tokens):
         """Whether the last tokens have the room for so many at once, and no more than they need."""

@@ -272,21 +272,35 @@ cdef _append_each(list layers, dense_keys, dense_values):
     _slide_all(layers, num_tokens)
 
 
+cdef Py_ssize_t _begin_writing_to(list layers) except -1:
+    """Begin to append to layers, in order; how many were free of other threads, all others not being begun."""
+    cdef Py_ssize_t begun = 0
+    for layer in layers:
+        if not (<LayerStore>layer)._begin_writing():
+            break
+        begun += 1
+    return begun
+
+
+cdef _end_writing_to(list layers, Py_ssize_t begun):
+    cdef Py_ssize_t i
+    for i in range(begun):
+        (<LayerStore>layers[i])._end_writing()
+
+
 cdef _store_batch(list layers, keys, values, const _Array *key_rows, const _Array *value_rows, layout):
     """Append rows (batch, n, num_kv_heads, head_dim) that lie as told."""
-    cdef Py_ssize_t begun = 0, i
+    cdef Py_ssize_t begun = 0
     if key_rows.shape[1] == 0:
         return
     try:
-        for layer in layers:
-            if not (<LayerStore>layer)._begin_writing():
-                _batch.checked_rows(layers, keys, values, layout)  # refuses a layer that occurs twice
-                raise KvedgeError("another thread is appending to this layer: one at a time may")
-            begun += 1
+        begun = _begin_writing_to(layers)
+        if begun < len(layers):
+            _batch.checked_rows(layers, keys, values, layout)  # refuses a layer that occurs twice
+            raise KvedgeError("another thread is appending to this layer: one at a time may")
         _store_batch_alone(layers, keys, values, key_rows, value_rows, layout)
     finally:
-        for i in range(begun):
-            (<LayerStore>layers[i])._end_writing()
+        _end_writing_to(layers, begun)
     _slide_all(layers, key_rows.shape[1])
 
 

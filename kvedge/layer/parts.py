@@ -40,6 +40,7 @@ __all__ = [
     "PIECE",
     "PartContents",
     "Parts",
+    "concatenated",
     "config_of_today",
     "contents_of",
     "decoded",
@@ -107,6 +108,11 @@ class Parts(NamedTuple):
 
 def _rows(slabs: Slabs, start: int, stop: int) -> Slabs:
     return Slabs(*(each[start:stop] for each in slabs))
+
+
+def concatenated(one: Slabs, other: Slabs) -> Slabs:
+    """The rows of both."""
+    return Slabs(*(np.concatenate(pair) for pair in zip(one, other, strict=True)))
 
 
 def kept_rows(config: LayerConfig) -> int:
@@ -317,10 +323,8 @@ def joined(parts: Parts, config: LayerConfig, contents: Sequence[PartContents], 
     """
     last, end = contents[1].arrays, parts.last_at + len(parts.last.key_codes)
     tokens = len(last.key_codes)
-    before = max(0, min(end - parts.last_at, kept_rows(config) - tokens)) if tokens == n else 0
-    if before:
-        own = (each[-before:] for each in parts.last)
-        last = Slabs(*(np.concatenate(pair) for pair in zip(own, last, strict=True)))
+    if tokens == n:
+        last = concatenated(parts.since(end + tokens - kept_rows(config)).last, last)
     return parts._replace(last=last, last_at=end + n - len(last.key_codes))
 
 

@@ -11,8 +11,8 @@ from kvedge.core.float_mode import in_default_mode
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer import parts
 from kvedge.layer.keys import whole_or_nothing
+from kvedge.layer.parts import Parts, with_keys
 from kvedge.layer.reading import block_tokens
 from kvedge.layer.store import LayerStore, rows_alone, scratch_store
 from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
@@ -102,7 +102,7 @@ def store_turned(store: LayerStore, turn: Turn, start: int, stop: int) -> None:
 
 def _turned_parts(
     store: LayerStore, turn: Turn, start: int, stop: int
-) -> tuple[Held, parts.Parts | None]:
+) -> tuple[Held, Parts | None]:
     """What a layer holds now, and its parts with the keys of some positions turned."""
     held = store.snapshot()
     if held.parts is None:
@@ -112,8 +112,7 @@ def _turned_parts(
         with np.errstate(over="ignore"):  # refused when it is encoded
             return turned(turn, keys).astype(np.float32)
 
-    key_map = held.key_map
-    return held, parts.with_keys(held.parts, store.config, key_map, turned_by, start, stop)
+    return held, with_keys(held.parts, store.config, held.key_map, turned_by, start, stop)
 
 
 def _may_overflow(store: LayerStore, turn: Turn, start: int, stop: int) -> bool:

@@ -22,6 +22,7 @@ from kvedge.layer.keys import decide, mark, return_to
 from kvedge.layer.parts import (
     PIECE,
     Parts,
+    concatenated,
     decoded,
     empty_parts,
     encoded,
@@ -275,7 +276,7 @@ class LayerStore:
             first = Slabs(*(each[:0] for each in first))
             parts = parts._replace(first_at=end)
         if sinks > 0 and parts.first_at + len(first.key_codes) == end:
-            first = _joined(first, Slabs(*(each[:sinks] for each in new)))
+            first = concatenated(first, Slabs(*(each[:sinks] for each in new)))
         else:
             first = parts.first
         kept = kept_rows(config)
@@ -284,7 +285,7 @@ class LayerStore:
         cut = end // RUN * RUN if config.in_runs else end
         if parts.last_at > cut:  # of a run that it went back into
             parts = self._with_rest(parts, cut, end)
-        last, at = _joined(parts.until(end).last, new), parts.last_at
+        last, at = concatenated(parts.until(end).last, new), parts.last_at
         if parts.runs is not None:
             self._encode_runs(parts, Slabs(*(each[cut - at :] for each in last)), cut, end + n)
         parts = parts._replace(first=first, last=last)
@@ -302,13 +303,14 @@ class LayerStore:
             rows = np.empty(config.rows_shape(side, stop - cut), np.float32)
             self._read(slabs, form, self.key_map, side, at, rows)
             sides.append(rows)
-        rest, first = encoded(config.part_config, NO_MAP, *sides), parts.until(end).first
-        low, high = max(cut, parts.first_at), min(stop, parts.first_at + len(first.key_codes))
-        for new, old in zip(rest, first, strict=True):
-            new[low - cut : max(low, high) - cut] = old[
-                low - parts.first_at : max(low, high) - parts.first_at
-            ]
-        return parts._replace(last=_joined(rest, parts.until(end).since(stop).last), last_at=cut)
+        rest, first = encoded(config.part_config, NO_MAP, *sides), parts.until(stop).first
+        low, high = max(cut, parts.first_at), parts.first_at + len(first.key_codes)
+        if low < high:
+            for new, old in zip(rest, first, strict=True):
+                new[low - cut : high - cut] = old[low - parts.first_at :]
+        return parts._replace(
+            last=concatenated(rest, parts.until(end).since(stop).last), last_at=cut
+        )
 
     def _encode_runs(self, parts: Parts, tokens: Slabs, cut: int, end: int) -> None:
         """Encode the whole ones of tokens from a position on, in pieces."""
@@ -452,11 +454,6 @@ class LayerStore:
             for start, stop, turn in ranges_of(self.turns, held.num_dropped, first, last)
         ]
         return attention.Stored(parts, self.config, held.num_tokens)
-
-
-def _joined(one: Slabs, other: Slabs) -> Slabs:
-    """The rows of both."""
-    return Slabs(*(np.concatenate(pair) for pair in zip(one, other, strict=True)))
 
 
 layer_types = layer_classes(__name__, LayerStore)
