@@ -22,7 +22,7 @@
 #include <string.h>
 
 #include "formats/array.h"
-#include "store/layer.h"
+#include "store/layer_struct.h"
 #include "system/bits.h"
 #include "system/dispatch.h"
 

@@ -5,7 +5,7 @@
 
 #include "session/json.h"
 #include "session/sha256.h"
-#include "store/layer.h"
+#include "store/layer_struct.h"
 
 #define PART(part, prefix)                                                                                             \
   {part, KEY_CODES, prefix "key_codes"}, {part, KEY_SCALES, prefix "key_scales"},                                      \

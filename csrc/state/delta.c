@@ -3,7 +3,7 @@
 #include <limits.h>
 
 #include "state/state.h"
-#include "store/layer.h"
+#include "store/layer_struct.h"
 #include "system/dispatch.h"
 #include "system/float_mode.h"
 

@@ -1,7 +1,7 @@
 /* Products of states by the kernels that attention has for rows of float32, and the sharing out of heads. */
 #include "state/state.h"
 
-#include "store/layer.h"
+#include "store/layer_struct.h"
 #include "system/dispatch.h"
 #include "system/parallel.h"
 

@@ -1,7 +1,7 @@
 /* Which blocks of a pool are in use, and by how many sequences; the blocks themselves are rows of layers. */
 #include <string.h>
 
-#include "store/layer.h"
+#include "store/layer_struct.h"
 #include "system/float_mode.h"
 
 struct kvedge_blocks {

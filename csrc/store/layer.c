@@ -1,6 +1,6 @@
 /* A layer's life: sizes, arrays, append, truncate, read back. */
 #define _GNU_SOURCE
-#include "store/layer.h"
+#include "store/layer_struct.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -9,7 +9,7 @@
 #ifndef KVEDGE_RANGES_H
 #define KVEDGE_RANGES_H
 
-#include "store/layer.h"
+#include "store/layer_struct.h"
 
 static inline int kvedge_has_ranges(const kvedge_layer *layer) { return layer->last != NULL; }
 

@@ -1,7 +1,7 @@
 /* Editing: copies, room, keeping some tokens, moving keys; blocks of a pool. */
 #include "check.h"
 #include "kvedge.h"
-#include "store/layer.h"
+#include "store/layer_struct.h"
 
 enum { HEADS = 3, DIM = 10, WIDE = 6, TOKENS = 40 };
 

@@ -1,6 +1,6 @@
 /* What a kvedge_layer is made of; private to csrc/. */
-#ifndef KVEDGE_LAYER_H
-#define KVEDGE_LAYER_H
+#ifndef KVEDGE_LAYER_STRUCT_H
+#define KVEDGE_LAYER_STRUCT_H
 
 #include <stdatomic.h>
 
