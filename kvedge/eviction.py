@@ -1,13 +1,13 @@
 """Which tokens a cache of bounded memory evicts, and which it keeps.
 
-Three ways to choose, each named for what is kept besides the last tokens:
+Two ways to choose, each named for what is kept besides the last tokens:
 
 - ``"sinks+recent"``: the first tokens (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453).
-- ``"heavy"``: those that queries so far attended to most, summed up (H2O, Zhang et al. 2023,
-  arXiv:2306.14048). Attention's kernels know a tile's softmax before they know its denominator; so
-  the sums are made anew, of every 32nd query alone.
 - ``"snapkv"``: those that the last queries, of a prompt's end mostly, attend to, beside neighbours
-  (SnapKV, Li et al. 2024, arXiv:2404.14469).
+  (SnapKV, Li et al. 2024, arXiv:2404.14469). Attention's kernels know a tile's softmax before they
+  know its denominator; so these queries wait, and their softmax is computed when tokens go.
+
+Sums over all queries so far (H2O, arXiv:2306.14048) kept no better tokens: docs/eviction.md.
 
 Tokens have no positions of their own once others are gone: keys are rotated by the model, and the
 next token's position is the number of tokens seen. An :class:`Eviction` holds numbers only; what a
@@ -35,11 +35,10 @@ from kvedge.layer.store import LayerStore
 
 __all__ = ["Attended", "CacheEviction", "Eviction"]
 
-Method: TypeAlias = Literal["sinks+recent", "heavy", "snapkv"]
-_METHODS = ("sinks+recent", "heavy", "snapkv")
+Method: TypeAlias = Literal["sinks+recent", "snapkv"]
+_METHODS = ("sinks+recent", "snapkv")
+_DRAFT = 16  # last positions that may be taken back without a trace in what is chosen
 _OF_POSITIONS = {"mask", "alibi_slopes", "window", "start", "causal"}  # options of attention
-_FLUSH = 64  # queries that wait until they are summed up, at most
-_DRAFT = 64  # last positions whose queries wait, since they may be taken back
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ class Eviction:
 
     Parameters
     ----------
-    method : {"sinks+recent", "heavy", "snapkv"}
-        Which tokens are kept besides the last ones: the first; those that queries attended to most,
-        summed up (H2O); those that a prompt's last queries attend to (SnapKV).
+    method : {"sinks+recent", "snapkv"}
+        Which tokens are kept besides the last ones: the first; those that a prompt's last queries
+        attend to (SnapKV).
     tokens : int, optional
         The budget: tokens that each layer without a window holds at most, between two steps. A
         prompt that enters at once is held whole while it is read.
@@ -59,17 +58,15 @@ class Eviction:
     sinks : int
         First tokens that are always kept; of runs (kivi) whole ones.
     recent : int, optional
-        Last tokens that are always kept. By default half of the budget for "heavy", `window` for
-        "snapkv"; "sinks+recent" has no other tokens. A layer's ``recent`` + 64 are kept in any
-        case, and 96 at least where it has runs.
+        Last tokens that are always kept. By default `window` for "snapkv"; "sinks+recent" has no
+        other tokens. A layer's ``recent`` + 64 are kept in any case, and 96 at least where it has
+        runs.
     per : {"head", "layer"}
         Whether each KV head keeps tokens of its own, as many as the others, or all the same.
     window : int
         "snapkv": last queries that choose.
     pool : int
         "snapkv": tokens around one that share the largest of their sums.
-    every : int
-        "heavy": one of so many queries is counted.
 
     Raises
     ------
@@ -77,8 +74,8 @@ class Eviction:
 
     Examples
     --------
-    >>> Eviction("heavy", tokens=512)
-    Eviction('heavy:tokens=512')
+    >>> Eviction("snapkv", tokens=512)
+    Eviction('snapkv:tokens=512')
     >>> Eviction.parse("snapkv:tokens=256,per=layer").per
     'layer'
     """
@@ -91,7 +88,6 @@ class Eviction:
     per: Literal["head", "layer"] = "head"
     window: int = 32
     pool: int = 7
-    every: int = 32
 
     def __post_init__(self) -> None:
         """Check what was given."""
@@ -107,7 +103,7 @@ class Eviction:
         if (self.tokens is None) == (self.num_bytes is None):
             raise InvalidArgumentError("a budget of eviction is either tokens or num_bytes")
         least = {"tokens": 1, "num_bytes": 1, "sinks": 0, "recent": 1}
-        for name in ("tokens", "num_bytes", "sinks", "recent", "window", "pool", "every"):
+        for name in ("tokens", "num_bytes", "sinks", "recent", "window", "pool"):
             value = getattr(self, name)
             if value is not None:
                 number = as_int(value, name)
@@ -121,7 +117,7 @@ class Eviction:
 
     @classmethod
     def parse(cls, text: str) -> Eviction:
-        """Read what ``str()`` of one gives: ``"heavy:tokens=512,per=layer"``."""
+        """Read what ``str()`` of one gives: ``"snapkv:tokens=512,per=layer"``."""
         method, _, rest = text.partition(":")
         given: dict[str, Any] = {}
         known = [each.name for each in fields(cls) if each.name != "method"]
@@ -203,12 +199,7 @@ class Eviction:
         sinks = -(-self.sinks // unit) * unit
         if self.method == "sinks+recent":
             return sinks, max(tokens - sinks - (unit - 1), tail, 1)
-        recent = self.recent
-        if recent is None:
-            recent = tokens // 2 if self.method == "heavy" else self.window
-        if self.method == "snapkv":
-            recent = max(recent, self.window)
-        return sinks, max(recent, tail)
+        return sinks, max(self.recent or 0, self.window, tail)
 
     def is_due(self, held: int, more: int, tokens: int) -> bool:
         """Whether a layer has to evict before `more` come, to hold no more than `tokens`."""
@@ -231,24 +222,21 @@ class _Query(NamedTuple):
 
 
 class Attended:
-    """What queries of one layer have attended to, and what the layer keeps by it.
+    """The last queries of one layer, and what the layer keeps by what they attend to.
 
-    Going back behind a query forgets it, as long as it waits to be summed up: the last 64 do.
+    Going back behind a query forgets it; so a few more wait than choose.
     """
 
-    __slots__ = ("_queries", "_sums", "_until", "eviction")
+    __slots__ = ("_queries", "eviction")
 
     def __init__(self, eviction: Eviction) -> None:
         self.eviction = eviction
-        self._sums: np.ndarray | None = None  # float32 (num_kv_heads, tokens held up to a position)
-        self._until = 0  # that position
         self._queries: list[_Query] = []
 
     def copy(self) -> Attended:
         """An independent one; arrays are not changed, but replaced."""
         other = Attended(self.eviction)
-        other._sums, other._queries = self._sums, list(self._queries)
-        other._until = self._until
+        other._queries = list(self._queries)
         return other
 
     __copy__ = copy
@@ -259,7 +247,7 @@ class Attended:
 
     def clear(self) -> None:
         """Know of no query."""
-        self._sums, self._queries, self._until = None, [], 0
+        self._queries = []
 
     @property
     def num_bytes(self) -> int:
@@ -268,14 +256,10 @@ class Attended:
 
     def positions(self, first: int, end: int) -> range:
         """Of the queries at these positions those that are to be noted."""
-        one = self.eviction
-        if one.method == "heavy":
-            return range(first + (-1 - first) % one.every, end, one.every)
-        return range(max(first, end - one.window) if one.method == "snapkv" else end, end)
-
-    def passes(self, first: int, end: int) -> bool:
-        """Whether queries at these positions change nothing of what is noted."""
-        return first >= self._until and not self.positions(first, end)
+        eviction = self.eviction
+        if eviction.method != "snapkv":
+            return range(end, end)
+        return range(max(first, end - eviction.window - _DRAFT), end)
 
     def saw(
         self,
@@ -287,16 +271,13 @@ class Attended:
         sink_logits: Any = None,
     ) -> None:
         """Note queries (n, num_heads, head_dim) of the last n tokens, which have attended."""
-        one, end = self.eviction, store.end()
+        end = store.end()
         first = end - len(query)
         chosen = self.positions(first, end)
-        if self._queries and self._queries[-1].position >= first:  # it was gone back
-            self._queries = [each for each in self._queries if each.position < first]
-        if self._sums is not None and first < self._until:  # far back: others have come since
-            self._sums = self._sums[:, : max(first - store.held().num_dropped, 0)]
-            self._until = first
         if not chosen:
             return
+        if self._queries and self._queries[-1].position >= first:  # it was gone back
+            self._queries = [each for each in self._queries if each.position < first]
         if scale is None:
             scale = default_scale(store.config.head_dim)
         if sink_logits is not None:
@@ -304,19 +285,7 @@ class Attended:
         for position in chosen:
             rows = np.array(query[position - first], np.float32, order="C")
             self._queries.append(_Query(position, rows, float(scale), softcap, sink_logits))
-        if one.method == "snapkv":
-            del self._queries[: -one.window]
-        elif len(self._queries) > _FLUSH:
-            self._sum_up(store, end - _DRAFT)
-
-    def _sum_up(self, store: LayerStore, before: int) -> None:
-        """Add the queries before a position to the sums."""
-        now = [each for each in self._queries if each.position < before]
-        if now:
-            self._queries = self._queries[len(now) :]
-            before = min(before, store.end())
-            self._sums = _mass_of(store, now, self._sums)[:, : before - store.held().num_dropped]
-            self._until = before
+        del self._queries[: -(self.eviction.window + _DRAFT)]
 
     def choose(self, store: LayerStore, tokens: int) -> np.ndarray:
         """The rows to keep of a layer, so many at most: (n,), or (num_kv_heads, n)."""
@@ -332,8 +301,7 @@ class Attended:
         mass = self._mass(store)[:, sinks:tail]  # (num_kv_heads, tokens)
         if one.per == "layer":
             mass = mass.sum(0, keepdims=True)
-        if one.method == "snapkv":
-            mass = _pooled(mass, one.pool)
+        mass = _pooled(mass, one.pool)
         mass = mass.reshape(len(mass), between, unit).sum(2)
         # Of equals the later ones.
         order = np.argsort(-mass[:, ::-1], axis=1, kind="stable")
@@ -346,47 +314,36 @@ class Attended:
 
     def _mass(self, store: LayerStore) -> np.ndarray:
         """Softmax mass of each token held, (num_kv_heads, tokens)."""
-        if self.eviction.method == "heavy":
-            self._sum_up(store, store.end())
-            mass = self._sums
-        else:
-            now = [each for each in self._queries if each.position < store.end()]
-            mass = _mass_of(store, now, None) if now else None
-        return _fitted(mass, store)
+        queries = [query for query in self._queries if query.position < store.end()]
+        return _mass_of(store, queries[-self.eviction.window :])
 
     def kept(self, store: LayerStore, rows: np.ndarray) -> None:
         """Note that a layer is about to keep these rows alone."""
-        if self.eviction.method == "heavy":
-            self._sum_up(store, store.end())
         # Others see tokens by their positions, which the last ones without a gap keep.
         stay = np.atleast_2d(rows)[:, ::-1] == np.arange(len(store) - 1, -1, -1)[: rows.shape[-1]]
         gaps = np.flatnonzero(~stay.all(0))
         tail = int(gaps[0]) if len(gaps) else rows.shape[-1]
         first = store.end() - tail
         self._queries = [each for each in self._queries if each.position >= first]
-        if self._sums is not None:
-            sums = _fitted(self._sums, store)
-            at = np.broadcast_to(np.atleast_2d(rows), (len(sums), rows.shape[-1]))
-            self._sums = np.take_along_axis(sums, at, axis=1)
-            self._until = store.end()
 
     # ---- as arrays, for files --------------------------------------------------------------------
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """All that is noted."""
-        made = {} if self._sums is None else {"sums": self._sums}
-        queries = self._queries
-        if queries:
-            nan = float("nan")
-            made["positions"] = np.array([one.position for one in queries], np.int64)
-            made["queries"] = np.stack([one.rows for one in queries])
-            made["scales"] = np.array(
-                [(one.scale, nan if one.softcap is None else one.softcap) for one in queries]
-            )
-            if queries[-1].sink_logits is not None:
-                made["sink_logits"] = queries[-1].sink_logits
-        return made
+        queries, nan = self._queries, float("nan")
+        if not queries:
+            return {}
+        arrays = {
+            "positions": np.array([query.position for query in queries], np.int64),
+            "queries": np.stack([query.rows for query in queries]),
+            "scales": np.array(
+                [(q.scale, nan if q.softcap is None else q.softcap) for q in queries]
+            ),
+        }
+        if queries[-1].sink_logits is not None:
+            arrays["sink_logits"] = queries[-1].sink_logits
+        return arrays
 
     @classmethod
     def of_arrays(
@@ -399,14 +356,9 @@ class Attended:
         KeyError, TypeError, ValueError
             They are none of these.
         """
-        made, config = cls(eviction), store.config
-        if "sums" in arrays:
-            sums = made._sums = np.array(arrays["sums"], np.float32)
-            if sums.ndim != 2 or len(sums) != config.num_kv_heads or not np.isfinite(sums).all():
-                raise ValueError(f"sums of shape {sums.shape} are not those of the layer's tokens")
-            made._until = min(store.held().num_dropped + sums.shape[1], store.end())
+        attended, config = cls(eviction), store.config
         if "positions" not in arrays:
-            return made
+            return attended
         rows = np.array(arrays["queries"], np.float32)
         heads = rows.shape[1] if rows.ndim == 3 else 0
         sinks = arrays.get("sink_logits")
@@ -424,25 +376,17 @@ class Attended:
             if not store.held().num_dropped <= position < store.end():
                 raise ValueError(f"a query at {position}, which the layer does not hold")
             softcap = None if cap != cap else float(cap)
-            made._queries.append(_Query(int(position), row, float(scale), softcap, sinks))
-        return made
+            attended._queries.append(_Query(int(position), row, float(scale), softcap, sinks))
+        return attended
 
 
-def _fitted(mass: np.ndarray | None, store: LayerStore) -> np.ndarray:
-    """Sums (num_kv_heads, len) of the tokens held, by earlier ones of fewer or more tokens."""
-    made = np.zeros((store.config.num_kv_heads, len(store)), np.float32)
-    if mass is not None:
-        n = min(mass.shape[1], made.shape[1])
-        made[:, :n] = mass[:, :n]
-    return made
-
-
-def _mass_of(store: LayerStore, queries: Sequence[_Query], before: np.ndarray | None) -> np.ndarray:
-    """Softmax mass that queries give to the tokens held, besides sums from before.
+def _mass_of(store: LayerStore, queries: Sequence[_Query]) -> np.ndarray:
+    """Softmax mass that queries give to the tokens held, (num_kv_heads, tokens).
 
     Each sees the tokens up to its own, which all lie without a gap since the last eviction.
     """
-    made, dropped = _fitted(before, store), store.held().num_dropped
+    mass = np.zeros((store.config.num_kv_heads, len(store)), np.float32)
+    dropped = store.held().num_dropped
     for query in queries:
         logits = store.scores(query.rows, scale=query.scale)  # (num_heads, tokens)
         logits = logits[:, : query.position + 1 - dropped]
@@ -455,9 +399,9 @@ def _mass_of(store: LayerStore, queries: Sequence[_Query], before: np.ndarray | 
         if query.sink_logits is not None:
             with np.errstate(over="ignore"):  # all of the mass is the sink's
                 total += np.exp(query.sink_logits[:, None] - top)
-        share = (1 / total).reshape(len(made), 1, -1)  # of each query head of a KV head
-        made[:, : p.shape[1]] += np.matmul(share, p.reshape(len(made), -1, p.shape[1]))[:, 0]
-    return made
+        share = (1 / total).reshape(len(mass), 1, -1)  # of each query head of a KV head
+        mass[:, : p.shape[1]] += np.matmul(share, p.reshape(len(mass), -1, p.shape[1]))[:, 0]
+    return mass
 
 
 def _pooled(mass: np.ndarray, width: int) -> np.ndarray:
@@ -465,6 +409,18 @@ def _pooled(mass: np.ndarray, width: int) -> np.ndarray:
     before = width // 2
     padded = np.pad(mass, ((0, 0), (before, width - 1 - before)))
     return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1))
+
+
+def _of_earlier_versions(text: str) -> Eviction:
+    """An eviction of a file: "heavy" of earlier versions is "snapkv" with the same budget now."""
+    method, _, options = text.partition(":")
+    if method == "heavy":
+        fields = dict(option.split("=") for option in options.split(","))
+        fields.pop("every", None)
+        if "tokens" in fields:  # by default fewer last queries than that budget may hold
+            fields["window"] = str(max(1, min(32, int(fields["tokens"]) // 4)))
+        text = "snapkv:" + ",".join(f"{name}={value}" for name, value in fields.items())
+    return Eviction.parse(text)
 
 
 class CacheEviction:
@@ -486,9 +442,7 @@ class CacheEviction:
         attended = self.of_layers.get(index)
         if attended is None:
             return
-        is_one = isinstance(query, np.ndarray) and query.ndim == 2
-        if is_one and attended.passes(store.end() - 1, store.end()):
-            self.in_prompt = False
+        if self.eviction.method == "sinks+recent":
             return
         query, _ = checks.as_query(
             query, store.config, finite=False, layout=options.get("layout", "nhd")
@@ -547,7 +501,7 @@ class CacheEviction:
             It is none of these; also InvalidArgumentError.
         """
         fields = json.loads(text)
-        made = cls(Eviction.parse(fields["eviction"]), numbered)
+        made = cls(_of_earlier_versions(fields["eviction"]), numbered)
         made.in_prompt = bool(fields["in_prompt"])
         for number, store in numbered:
             if number in made.of_layers:

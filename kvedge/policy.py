@@ -51,8 +51,8 @@ class KvCachePolicy:
         a cache's rows is the whole row. By default float16 up to 0.8 of the memory, int8 up to
         0.95, then int4 in groups of 32, the last two with ``key_scale="auto"``.
     eviction : Eviction or its text, optional
-        How tokens are forgotten besides, or instead: ``"heavy:tokens=512"``. Without `memory_bytes`
-        nothing is requantized. By default none are.
+        How tokens are forgotten besides, or instead: ``"snapkv:tokens=512"``. Without
+        `memory_bytes` nothing is requantized. By default none are.
     hysteresis : float
         A finer step comes back (after :meth:`kvedge.KVCache.truncate`, say) once it would fill so
         much less than its share. What was rounded away stays so; new tokens are stored finely.

@@ -39,8 +39,8 @@ def add_options(group: Any) -> None:
         type=_eviction,
         metavar="METHOD:tokens=N",
         help="hold at most N tokens in layers without a window, and forget others: sinks+recent "
-        "(all but the first and last), heavy (those attended to least) or snapkv (those that a "
-        "prompt's end attends to least); :num_bytes=N instead, and other options of "
+        "(all but the first and last) or snapkv (those that a prompt's end attends to "
+        "least); :num_bytes=N instead, and other options of "
         "kvedge.Eviction, are taken too",
     )
     group.add_argument(

@@ -42,7 +42,7 @@ EXAMPLES = """\
   kvedge generate -f book.txt --prompt-cache p.kv   # the next run reads only what is new
   kvedge generate -n 50 --save-session s.kv && kvedge generate --load-session s.kv
   kvedge generate -m model.gguf --engine numpy --cache int8   # kvedge's own runtime and cache
-  kvedge generate -m model.gguf -f book.txt --evict heavy:tokens=512   # in bounded memory
+  kvedge generate -m model.gguf -f book.txt --evict snapkv:tokens=512   # in bounded memory
   kvedge generate --hf Qwen2.5-0.5B-Instruct -p "Why is the sea salty?"
   torchrun --nproc-per-node 2 -m kvedge generate -m model.gguf -f book.txt   # half the cache each
   kvedge generate > story.txt            # the summary stays on the screen

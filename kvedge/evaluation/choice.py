@@ -66,7 +66,7 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
         ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=`` and without
         ``:`` is a further option of the format before it. Options are arguments of
         :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``;
-        ``eviction=heavy,eviction_tokens=512`` are those of :class:`kvedge.Eviction`;
+        ``eviction=snapkv,eviction_tokens=512`` are those of :class:`kvedge.Eviction`;
         ``state_dtype=bfloat16`` is for models of transformers with states. Or the file of a
         :class:`kvedge.LayerPolicy`, whose name ends with ``.json``; of options it takes those of
         ``attend``.

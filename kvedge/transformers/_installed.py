@@ -9,6 +9,7 @@ from kvedge.core import packages
 
 __all__ = ["cache_argument", "require"]
 
+
 def require() -> None:
     """Raise MissingExtraError, which says what is wrong, unless the packages can be used."""
     for module in ("torch", "transformers"):

@@ -83,7 +83,7 @@ class KvedgeCache(Cache):
             **storage; or its file.
         eviction : kvedge.Eviction or its text, optional
             How layers without a window keep within a budget of tokens or bytes, by forgetting
-            tokens: ``"heavy:tokens=512"``. Each row of a batch has the budget in tokens, all
+            tokens: ``"snapkv:tokens=512"``. Each row of a batch has the budget in tokens, all
             together that in bytes. By default none are forgotten.
         precision_bits : 8, 16, 24 or "auto", optional
         tolerance : float

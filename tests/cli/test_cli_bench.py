@@ -169,7 +169,7 @@ def test_formats_have_the_names_and_options_of_eval(capsys):
     ("name", "told"),
     [
         ("int5", "no format 'int5'"),
-        ("int8:eviction=heavy,eviction_tokens=99", "eviction is no option of a single"),
+        ("int8:eviction=snapkv,eviction_tokens=99", "eviction is no option of a single"),
     ],
 )
 def test_what_is_no_format_of_a_layer_is_refused(name, told, capsys):

@@ -46,7 +46,7 @@ def test_the_text_that_comes_along_has_the_tokens_read_by_default(capsys):
 
 
 def test_a_quarter_of_the_tokens_costs_a_quarter_of_the_bytes(capsys):
-    methods = ("sinks+recent", "heavy", "snapkv")
+    methods = ("sinks+recent", "snapkv")
     formats = [
         f"float32:eviction={method},eviction_tokens=64,eviction_sinks=1"
         + (",eviction_window=8" if method == "snapkv" else "")

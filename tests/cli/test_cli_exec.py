@@ -61,7 +61,7 @@ def assert_removed(links):
 def test_a_folder_whose_name_the_loader_takes_apart_is_reached_by_a_link(folder):
     links = folder.parent / "links"
     # Also what a program starts, as long as that runs: here a shell that has gone.
-    child = f"{sys.executable} -c \"{IS_LOADED}\""
+    child = f'{sys.executable} -c "{IS_LOADED}"'
     out, told = started(folder, "sh", "-c", f"{child}; (sleep 0.5; {child}) &").communicate()
     assert out == "True\nTrue\n", told
     assert_removed(links)

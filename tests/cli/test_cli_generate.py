@@ -753,9 +753,9 @@ def test_sampling_options_go_on_with_the_session(session, capsys):
         ("--stop", ""),
         ("--window", "8,8"),
         ("--window", "8", "--on-full", "shift"),
-        ("--evict", "heavy:tokens=64", "--on-full", "shift"),
+        ("--evict", "snapkv:tokens=64", "--on-full", "shift"),
         ("--evict", "oldest:tokens=64"),
-        ("--evict", "heavy"),
+        ("--evict", "snapkv"),
         ("--system", "x"),
         ("--chat", "--json"),
     ],
@@ -764,7 +764,7 @@ def test_values_that_make_no_sense_are_refused(arguments, capsys):
     _fails(capsys, *arguments, code=exits.USAGE)
 
 
-@pytest.mark.parametrize("method", ["sinks+recent", "heavy", "snapkv"])
+@pytest.mark.parametrize("method", ["sinks+recent", "snapkv"])
 def test_a_cache_in_bounded_memory_is_saved_and_goes_on(session, capsys, method):
     more = ("--cache", "int8", "--evict", f"{method}:tokens=64")
     _generate(capsys, "-n", 100, *more, "--save-session", session)

@@ -1,6 +1,9 @@
 """Tokens that are evicted: the others keep bytes and positions, and are those that it says."""
 
+import base64
 import copy
+import io
+import json
 import pickle
 
 import numpy as np
@@ -16,10 +19,11 @@ from kvedge.errors import (
     ShapeMismatchError,
     StaleSnapshotError,
 )
+from kvedge.eviction import CacheEviction
 
 HEADS, DIM, TOKENS = 2, 64, 340
 PARTS = [{}, {"recent": 16, "sinks": 40}]
-METHODS = ["sinks+recent:tokens=256", "heavy:tokens=256,every=3", "snapkv:tokens=256,window=8"]
+METHODS = ["sinks+recent:tokens=256", "snapkv:tokens=256,window=8"]
 
 
 def rows(rng, n=TOKENS, heads=HEADS):
@@ -225,13 +229,9 @@ def mass_of(keys, queries, chosen, softcap=None, sinks=None):
 
 
 @pytest.mark.parametrize("per", ["head", "layer"])
-@pytest.mark.parametrize("method", ["heavy", "snapkv"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sink_logits": np.ones(4, np.float32)}])
-def test_the_tokens_that_queries_attended_to_most_are_kept(rng, method, per, options):
-    text = f"{method}:tokens=64,recent=16,sinks=2,per={per}," + {
-        "heavy": "every=3", "snapkv": "window=8,pool=1"
-    }[method]  # fmt: skip
-    policy = KvCachePolicy(eviction=text)
+def test_the_tokens_that_queries_attended_to_most_are_kept(rng, per, options):
+    policy = KvCachePolicy(eviction=f"snapkv:tokens=64,recent=16,sinks=2,per={per},window=8,pool=1")
     cache = policy.new_cache(1, HEADS, DIM, dtype="float32")
     keys, queries = rows(rng, 150), rows(rng, 150, 4)
     for at in range(0, 150, 50):  # in chunks
@@ -240,8 +240,9 @@ def test_the_tokens_that_queries_attended_to_most_are_kept(rng, method, per, opt
         cache.advance(50)
     policy.apply(cache, more=1)
     assert (len(cache), len(cache.layer(0))) == (150, 60)
-    chosen = range(2, 150, 3) if method == "heavy" else range(142, 150)
-    mass = mass_of(keys, queries, chosen, options.get("softcap"), options.get("sink_logits"))
+    mass = mass_of(
+        keys, queries, range(142, 150), options.get("softcap"), options.get("sink_logits")
+    )
     if per == "layer":
         mass = mass.sum(0, keepdims=True).repeat(HEADS, 0)
     for head in range(HEADS):
@@ -277,10 +278,10 @@ def test_a_budget_in_bytes_is_of_all_layers_that_evict():
 
 
 def test_a_draft_that_is_taken_back_leaves_no_trace_in_what_is_chosen(rng):
-    policy = KvCachePolicy(eviction="heavy:tokens=96,every=1")
+    policy = KvCachePolicy(eviction="snapkv:tokens=96,window=16")
     caches = [policy.new_cache(1, HEADS, DIM) for _ in range(2)]
     keys, queries = rows(rng, 160), rows(rng, 160, 4)
-    for cache, draft in zip(caches, (0, 64), strict=True):
+    for cache, draft in zip(caches, (0, 16), strict=True):
         cache.append(0, keys[:90], keys[:90])
         cache.attend(0, queries[:90])
         cache.advance(90)
@@ -298,30 +299,8 @@ def test_a_draft_that_is_taken_back_leaves_no_trace_in_what_is_chosen(rng):
     assert np.array_equal(*(cache.layer(0).key_codes for cache in caches))
 
 
-def test_tokens_that_others_replaced_are_not_counted_for_these(rng):
-    policy = KvCachePolicy(eviction="heavy:tokens=500,every=1")
-    cache = policy.new_cache(1, HEADS, DIM, dtype="float32")
-    keys, queries = rows(rng, 400), rows(rng, 400, 4)
-
-    def read(start, stop):
-        cache.append(0, keys[start:stop], keys[start:stop])
-        cache.attend(0, queries[start:stop])
-        cache.advance(stop - start)
-
-    read(0, 300)  # so many that they are summed up
-    cache.truncate(100)
-    keys, queries = rows(rng, 400), rows(rng, 400, 4)
-    for at in range(100, 130):
-        read(at, at + 1)
-    store = state_of(cache).store_at[0]
-    mass = state_of(cache).eviction.of_layers[0]._mass(store)
-    wanted = mass_of(cache.k(0), queries, range(100, 130))
-    assert np.abs(mass - wanted)[:, 100:].max() < 1e-5
-
-
-@pytest.mark.parametrize("method", ["heavy:tokens=64,every=1", "snapkv:tokens=64,window=8"])
-def test_a_choice_of_ones_own_goes_with_what_is_noted(rng, method):
-    policy = KvCachePolicy(eviction=method)
+def test_a_choice_of_ones_own_goes_with_what_is_noted(rng):
+    policy = KvCachePolicy(eviction="snapkv:tokens=64,window=8")
     cache = policy.new_cache(1, HEADS, DIM, dtype="float32")
     for n in (60, 10):
         cache.append(0, rows(rng, n), rows(rng, n))
@@ -333,6 +312,23 @@ def test_a_choice_of_ones_own_goes_with_what_is_noted(rng, method):
     assert (len(cache), len(cache.layer(0))) == (70, 48)
     mass = state_of(cache).eviction.of_layers[0]._mass(state_of(cache).store_at[0])
     assert np.isfinite(mass).all() and mass.sum() > 10
+
+
+def test_a_file_that_evicted_by_heavy_goes_on_with_snapkv(rng, tmp_path):
+    """Earlier versions had that method, and sums of what was attended to."""
+    policy = KvCachePolicy(eviction="snapkv:tokens=24,window=4")
+    cache = policy.new_cache(1, HEADS, DIM)
+    cache.append(0, rows(rng, 20), rows(rng, 20))
+    cache.attend(0, rows(rng, 20, 4))
+    cache.advance(20)
+    eviction = state_of(cache).eviction
+    data = io.BytesIO()
+    np.savez(data, sums=np.ones((HEADS, 20), np.float32), **eviction.of_layers[0].arrays)
+    layers = {"0": base64.b64encode(data.getvalue()).decode()}
+    text = json.dumps({"eviction": "heavy:tokens=24,every=2", "in_prompt": True, "layers": layers})
+    read = CacheEviction.of_text(text, [(0, state_of(cache).store_at[0])])
+    assert read.eviction == Eviction("snapkv", tokens=24, window=6)
+    assert json.loads(read.as_text())["layers"] == json.loads(eviction.as_text())["layers"]
 
 
 def test_snapkv_lets_a_prompt_in_chunks_be_whole(rng):
@@ -350,7 +346,7 @@ def test_snapkv_lets_a_prompt_in_chunks_be_whole(rng):
 
 def test_an_evictions_text_is_read_back():
     for one in (
-        Eviction("heavy", tokens=512),
+        Eviction("sinks+recent", tokens=512),
         Eviction("snapkv", num_bytes=1 << 20, per="layer", window=16, pool=5, recent=40, sinks=0),
     ):
         assert Eviction.parse(str(one)) == one
@@ -361,20 +357,20 @@ def test_an_evictions_text_is_read_back():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("oldest:tokens=8", "sinks\\+recent, heavy, snapkv, not"),
-        ("heavy", "either tokens or num_bytes"),
-        ("heavy:tokens=9,num_bytes=9", "either tokens or num_bytes"),
-        ("heavy:tokens=many", "whole number"),
-        ("heavy:token=9", "no option 'token=9'"),
+        ("oldest:tokens=8", "sinks\\+recent, snapkv, not"),
+        ("snapkv", "either tokens or num_bytes"),
+        ("snapkv:tokens=9,num_bytes=9", "either tokens or num_bytes"),
+        ("snapkv:tokens=many", "whole number"),
+        ("snapkv:token=9", "no option 'token=9'"),
         (
-            "heavy:tokens=8,recent=8",
+            "snapkv:tokens=8,recent=8,window=4",
             "too little for 4 first and 8 last .* and others: it has to be 14",
         ),
         ("snapkv:tokens=32", "too little for 4 first and 32 last .* has to be 39"),
         ("sinks+recent:tokens=4", "too little for 4 first and 1 last .* has to be 6"),
-        ("heavy:tokens=64,per=token", '"head" or "layer"'),
-        ("heavy:tokens=64,every=0", "every must be at least 1"),
-        ({"method": "heavy", "tokens": 64, "top": 3}, "top"),
+        ("snapkv:tokens=64,per=token", '"head" or "layer"'),
+        ("snapkv:tokens=64,pool=0", "pool must be at least 1"),
+        ({"method": "snapkv", "tokens": 64, "top": 3}, "top"),
         (7, "must be an Eviction"),
     ],
 )
@@ -384,7 +380,7 @@ def test_an_eviction_that_makes_no_sense_is_refused(given, message):
 
 
 def test_a_policy_refuses_what_it_cannot_evict_from(rng):
-    policy = KvCachePolicy(eviction="heavy:tokens=120")
+    policy = KvCachePolicy(eviction="snapkv:tokens=120")
     pool = kvedge.KvBlockPool(num_blocks=4, block_size=16, num_layers=1, num_kv_heads=1, head_dim=8)
     for other in (kvedge.PagedKvCache(pool), object()):
         with pytest.raises(InvalidArgumentError, match="tokens in blocks or over ranks"):

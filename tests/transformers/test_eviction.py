@@ -12,9 +12,8 @@ from kvedge.transformers.evicting import KvedgeEvictingLayer
 
 METHODS = [
     "sinks+recent:tokens=24,sinks=2",
-    "heavy:tokens=24,every=1",
-    "heavy:tokens=24,every=2,per=layer",
     "snapkv:tokens=24,window=4",
+    "snapkv:tokens=24,window=8,per=layer",
 ]
 FIVE = int(transformers.__version__.split(".")[0]) >= 5
 
@@ -152,7 +151,7 @@ def test_a_cache_goes_back_to_the_last_eviction_and_no_further():
 
 def test_no_checkpoint_before_an_eviction_is_left():
     model, inputs = tiny_model("gemma2"), prompt(1, 40)
-    cache = KvedgeCache(model.config, "int8", eviction="heavy:tokens=24")
+    cache = KvedgeCache(model.config, "int8", eviction="snapkv:tokens=24,window=4")
     generate(model, cache, inputs, max_new_tokens=2)
     assert cache.checkpoints == [40]  # once the prompt's tokens went
     cache.evict()
@@ -167,7 +166,7 @@ def test_a_model_with_states_evicts_from_its_attention():
     for name in ("Qwen3Next", "FalconH1"):
         model, _, _ = structure_of(name)
         model.set_attn_implementation("kvedge")
-        cache = KvedgeCache(model.config, "int8", eviction="heavy:tokens=24")
+        cache = KvedgeCache(model.config, "int8", eviction="snapkv:tokens=24,window=4")
         generate(model, cache, prompt(2, 40, padding=5))
         assert evicting(cache)
         assert all(len(row) <= 24 for layer in evicting(cache) for row in layer.rows)
@@ -178,7 +177,7 @@ def test_eval_evicts_after_each_chunk():
     from kvedge.evaluation.hugging_face import HuggingFaceSubject
 
     subject = HuggingFaceSubject(tiny_model("llama"))
-    choices = [f"float32:eviction={one},eviction_tokens=40" for one in ("heavy", "snapkv")]
+    choices = [f"float32:eviction={one},eviction_tokens=40" for one in ("sinks+recent", "snapkv")]
     tokens = prompt(1, 161)["input_ids"][0].numpy()
     float32, *others = evaluate(subject, tokens, parse_choices(choices), window=161)
     for each in others:
@@ -189,20 +188,20 @@ def test_eval_evicts_after_each_chunk():
 def test_what_cannot_be_evicted_is_refused():
     model, inputs = tiny_model("llama"), prompt(1, 40)
     with pytest.raises(InvalidArgumentError, match="over several ranks evicts no tokens"):
-        KvedgeCache(model.config, eviction="heavy:tokens=24", group=object())
+        KvedgeCache(model.config, eviction="snapkv:tokens=24,window=4", group=object())
     with pytest.raises(InvalidArgumentError, match="the method of eviction"):
         KvedgeCache(model.config, eviction="oldest:tokens=24")
     config = getattr(transformers, "Gemma3nTextConfig", None)
     if config is not None:
         with pytest.raises(InvalidArgumentError, match="read the rows of an earlier one"):
-            KvedgeCache(structure_of("Gemma4Text")[0].config, eviction="heavy:tokens=24")
+            KvedgeCache(structure_of("Gemma4Text")[0].config, eviction="snapkv:tokens=24,window=4")
     own = tiny_model("llama", "sdpa")  # decodes all tokens
     with pytest.raises(InvalidArgumentError, match="attn_implementation='kvedge'"):
         generate(own, KvedgeCache(own.config, "int8", eviction="sinks+recent:tokens=24"), inputs)
-    cache = KvedgeCache(model.config, "kivi4", eviction="heavy:tokens=60")
+    cache = KvedgeCache(model.config, "kivi4", eviction="snapkv:tokens=60")
     with pytest.raises(InvalidArgumentError, match=r"96 last ones .* in runs of 32"):
         generate(model, cache, prompt(1, 80))
-    cache = KvedgeCache(model.config, "int8", eviction="heavy:tokens=24")
+    cache = KvedgeCache(model.config, "int8", eviction="snapkv:tokens=24,window=4")
     generate(model, cache, inputs)
     mask = torch.zeros(1, 1, 1, 80)
     mask[..., 40] = -torch.inf

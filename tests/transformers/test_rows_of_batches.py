@@ -34,7 +34,7 @@ OTHERS = {
 KINDS = {
     "full": ("llama", {}),
     "window": ("gemma2", {"dtype": "int8"}),
-    "evicting": ("llama", {"eviction": "heavy:tokens=64"}),
+    "evicting": ("llama", {"eviction": "snapkv:tokens=64"}),
     "delta": ("Qwen3_5Text", {}),
     "delta-int8": ("Qwen3_5Text", {"state_dtype": "int8"}),
     "kda": ("KimiLinear", {}),
