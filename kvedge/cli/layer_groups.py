@@ -64,7 +64,7 @@ class LayerGroup:
         )
 
     def _token_bytes(self, config: LayerConfig) -> int:
-        slabs = slab_layout(config.runs(RUN) if config.in_runs else config)
+        slabs = slab_layout(config.run if config.in_runs else config)
         if self.values_in_keys:
             slabs = slabs[::2]  # those of the keys
         tokens = RUN if config.in_runs else config.capacity

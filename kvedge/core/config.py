@@ -6,6 +6,7 @@ import numbers
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvedge.core.formats import (
     format_of,
 )
 from kvedge.core.hadamard import rotate_float32
+from kvedge.core.kivi import RUN
 from kvedge.core.pickled import PickledByFields
 from kvedge.core.recommended import RECOMMENDED, by_name
 from kvedge.core.rows import RowShape
@@ -43,7 +45,10 @@ _FAR = 1 << 2048  # beyond any range here, and not too long to print
 
 @dataclass(frozen=True)
 class LayerConfig(PickledByFields):
-    """What a layer stores and how; made and checked by :func:`layer_config`."""
+    """What a layer stores and how; made and checked by :func:`layer_config`.
+
+    What follows from its fields is computed once, when it is first asked for.
+    """
 
     dtype: str  # how keys are stored: the name of a row of the tables of formats
     capacity: int  # rows of its slabs: tokens there is room for
@@ -60,12 +65,12 @@ class LayerConfig(PickledByFields):
     recent_dtype: str = ""  # that format; "" where there are none
     value_rotation: bool = False  # values are stored rotated: kvedge.core.hadamard
 
-    @property
+    @cached_property
     def plain(self) -> LayerConfig:
         """The same without first and last tokens in another format."""
         return replace(self, recent=0, sinks=0, recent_dtype="")
 
-    @property
+    @cached_property
     def part_config(self) -> LayerConfig:
         """Of a layer that holds first or last tokens in their other format."""
         form = FORMATS[self.recent_dtype]
@@ -84,12 +89,12 @@ class LayerConfig(PickledByFields):
         """Of a layer that holds so many first or last tokens."""
         return replace(self.part_config, capacity=max(tokens, 1), limit=max(tokens, 1))
 
-    @property
+    @cached_property
     def key_format(self) -> Format:
         """How keys are stored."""
         return self._format(self.dtype)
 
-    @property
+    @cached_property
     def value_format(self) -> Format:
         """How values are stored."""
         form = self._format(self.value_dtype or self.dtype)
@@ -98,7 +103,7 @@ class LayerConfig(PickledByFields):
     def _format(self, name: str) -> Format:
         return IN_PARTS[name] if self.in_runs else format_of(name)
 
-    @property
+    @cached_property
     def in_runs(self) -> bool:
         """Whether all tokens lie in parts: runs of 32 tokens, and the last ones.
 
@@ -117,46 +122,51 @@ class LayerConfig(PickledByFields):
             window=None,
         )
 
-    @property
+    @cached_property
+    def run(self) -> LayerConfig:
+        """Of a layer that holds one run of one that is `in_runs`."""
+        return self.runs(RUN)
+
+    @cached_property
     def scale_type(self) -> ScaleType:
         """How scales are stored, where there are any."""
         return SCALE_TYPES[self.scale_dtype]
 
-    @property
+    @cached_property
     def has_scales(self) -> bool:
         """Whether keys or values have scales, and may have groups."""
         return self.keys_have_scales or format_of(self.value_dtype or self.dtype).has_scales
 
-    @property
+    @cached_property
     def keys_have_scales(self) -> bool:
         """Whether keys have scales, and may be stored less a key offset."""
         return format_of(self.dtype).has_scales
 
-    @property
+    @cached_property
     def keys_in_runs(self) -> bool:
         """Whether keys are in runs, and so have no key scale."""
         return self.dtype in IN_RUNS
 
-    @property
+    @cached_property
     def has_auto_scale(self) -> bool:
         """Whether keys may have a key scale of their own making: up to 8 bits gain by it."""
         return self.key_format.bits <= 8 and not self.keys_in_runs
 
-    @property
+    @cached_property
     def key_rows(self) -> RowShape:
         """The shape of a key's row."""
         return RowShape.of(
             self.head_dim, self.group_size, self.scale_dtype, self.key_format.has_scales
         )
 
-    @property
+    @cached_property
     def value_rows(self) -> RowShape:
         """The shape of a value's row."""
         return RowShape.of(
             self.value_head_dim, self.group_size, self.scale_dtype, self.value_format.has_scales
         )
 
-    @property
+    @cached_property
     def widest(self) -> int:
         """Channels of the wider rows: of the keys, or of the values."""
         return max(self.head_dim, self.value_head_dim)

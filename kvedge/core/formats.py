@@ -73,6 +73,7 @@ class Format:
     fault_of_codes: Callable[[np.ndarray], str | None]
     fault_of_scales: Callable[[np.ndarray], str | None]
     kivi: kivi.Kivi | None = None  # rows are runs of tokens of a head
+    tokens_per_row: int = 1  # tokens that a row of the slabs holds
     of_values: Format | None = None  # that of values, where it differs; else it is for both
     row_bytes: Callable[[int], int] | None = None  # of a row of so many channels; None: by `bits`
     channels: int = 1  # rows have a multiple of so many
@@ -105,11 +106,6 @@ class Format:
         if self.row_bytes is not None:
             return codes_per_row // self.row_bytes(self.channels) * self.channels
         return codes_per_row * 8 * self.codes.itemsize // self.bits
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Tokens that a row of the slabs holds."""
-        return 1 if self.kivi is None else kivi.RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +183,7 @@ def _runs(bits: int, of_values: bool) -> Format:
         fault_of_codes=lambda codes: None,
         fault_of_scales=lambda scales: None,
         kivi=form,
+        tokens_per_row=kivi.RUN,
         of_values=None if of_values else _runs(bits, True),
     )
 

@@ -20,6 +20,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,12 +121,12 @@ def rows_of(slabs: Sequence[np.ndarray], config: LayerConfig, start: int, stop: 
 
 def tokens_of_runs(slabs: Slabs, config: LayerConfig) -> int:
     """Tokens of the runs that a layer in runs has in these slabs."""
-    return len(slabs.key_codes) * config.runs(RUN).key_format.tokens_per_row
+    return len(slabs.key_codes) * config.run.key_format.tokens_per_row
 
 
 def copy_runs(source: Slabs, config: LayerConfig, start: int, stop: int, target: Slabs) -> None:
     """Copy the runs of tokens `start` to `stop` of a layer in runs to the front of other slabs."""
-    form = config.runs(RUN)
+    form = config.run
     stop = min(stop, start + tokens_of_runs(target, config))
     sides = (rows_of(source, form, start, stop), rows_of(target, form, 0, stop - start))
     for old, new in zip(*sides, strict=True):
@@ -174,6 +175,7 @@ def memory_for(what: str) -> Iterator[None]:
         raise out_of_memory(error, what) from error
 
 
+@lru_cache
 def slab_layout(config: LayerConfig) -> tuple[tuple[tuple[int, int, int], np.dtype], ...]:
     """Shapes and dtypes of the four slabs, in the order of :class:`Slabs`."""
     heads, capacity = config.num_kv_heads, config.capacity
@@ -197,7 +199,7 @@ def slab_bytes(config: LayerConfig) -> int:
 def token_bytes(config: LayerConfig) -> int:
     """Bytes that one token takes in all slabs together, its share of a run if it lies in one."""
     if config.in_runs:
-        return -(-slab_bytes(config.runs(RUN)) // RUN)
+        return -(-slab_bytes(config.run) // RUN)
     rows = sum(dtype.itemsize * shape[2] for shape, dtype in slab_layout(config))
     return config.num_kv_heads * rows
 

@@ -17,7 +17,6 @@ from kvedge.core.key_map import (
     key_offset_of,
     key_scale_of,
 )
-from kvedge.core.kivi import RUN
 from kvedge.core.memory import Held
 from kvedge.layer.store import LayerStore, SavedRows, scratch_store
 from kvedge.rope import Turns
@@ -101,7 +100,7 @@ def _encode_runs_anew(store: LayerStore, key_map: KeyMap) -> None:
 
     Of these there are runs only where the layer went back into its first one.
     """
-    held, form = store.snapshot(), store.config.runs(RUN)
+    held, form = store.snapshot(), store.config.run
     n, runs = held.num_tokens, memory.Slabs(*map(np.array, held.parts.runs))
     keys = np.empty(store.config.rows_shape(False, n), np.float32)
     store.dequantize(held, False, 0, n, keys)

@@ -152,7 +152,7 @@ def refuse(config: LayerConfig, key_map: KeyMap, keys: np.ndarray, values: np.nd
             why = f"{error} (recent_dtype: bfloat16 and float32 take all)"
             raise ScaleRangeError(why) from error
         if config.in_runs:
-            form = config.runs(RUN)
+            form = config.run
             stored = key_map.to_stored(decoded(own, apart, False))
             checks.check_finite(stored, key_map.text)
             form.key_format.refuse(stored, "keys", form.key_rows)
@@ -207,7 +207,7 @@ def contents_of(
     if parts.runs is not None:
         begin = end - len(made[1].arrays.key_codes)
         rows = (start - parts.runs_at, runs_end(end, begin) - parts.runs_at)
-        arrays = memory.rows_of(parts.runs, config.runs(RUN), *rows)
+        arrays = memory.rows_of(parts.runs, config.run, *rows)
         made.append(PartContents(arrays, held.key_map))
     if copy:
         made = [each._replace(arrays=Slabs(*map(np.array, each.arrays))) for each in made]
@@ -239,7 +239,7 @@ def parts_of_range(
         for part, rows in zip(parts, ranges, strict=False)
     ]
     if config.in_runs:  # from the start of a run on
-        arrays.append(memory.rows_of(parts[2].arrays, config.runs(RUN), start, stop))
+        arrays.append(memory.rows_of(parts[2].arrays, config.run, start, stop))
     return tuple(part._replace(arrays=rows) for part, rows in zip(parts, arrays, strict=True))
 
 
@@ -361,7 +361,7 @@ def evicted(
     made = parts._replace(first=_rows(parts.first, at, at + sinks), first_at=start + gone)
     if parts.runs is None:
         return made
-    form = config.runs(RUN)
+    form = config.run
     runs = (indices[..., ::RUN] + start - parts.runs_at) // RUN
     held = runs_end(start + num_tokens, parts.last_at) - parts.runs_at
     runs = runs[..., runs.max(axis=tuple(range(runs.ndim - 1))) < -(-held // RUN)]
@@ -378,7 +378,7 @@ def put(
     values: np.ndarray,
 ) -> Parts:
     """Whole runs of tokens (n, num_kv_heads, channels) in place of those at a position."""
-    own, form, stop = config.part_config, config.runs(RUN), position + len(keys)
+    own, form, stop = config.part_config, config.run, position + len(keys)
     assert parts.runs is not None
     refuse(config, key_map, keys, values)
     apart = encoded(own, NO_MAP, keys, values)
@@ -417,7 +417,7 @@ def with_keys(
     parts = parts._replace(first=sides[0], last=sides[1])
     if parts.runs is None:
         return parts
-    form = config.runs(RUN)
+    form = config.run
     step = form.key_format.tokens_per_row
     low = max(start - parts.runs_at, 0)
     high = min(stop - parts.runs_at, len(parts.runs.key_codes) * step)

@@ -121,7 +121,7 @@ def _may_overflow(store: LayerStore, turn: Turn, start: int, stop: int) -> bool:
     if config.recent_dtype:  # in several formats: by the keys as they are read
         keys = np.empty(config.rows_shape(False, stop - start), np.float32)
         store.dequantize(held, False, start - held.num_dropped, stop - held.num_dropped, keys)
-        body = config.runs(RUN) if config.in_runs else config
+        body = config.run if config.in_runs else config
         limits = (each.key_format.limit(each.key_rows) for each in (body, config.part_config))
         if held.key_map.is_plain:
             return 1.02 * SQRT2 * float(np.abs(keys).max(initial=0.0)) > min(limits)

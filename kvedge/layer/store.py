@@ -175,7 +175,7 @@ class SavedRows(NamedTuple):
         held, form = store.held(), store.config
         written = held.start + store.written()
         if form.in_runs:  # a run that the layer was cut in is there as a whole
-            form, written = form.runs(RUN), -(-written // RUN) * RUN
+            form, written = form.run, -(-written // RUN) * RUN
         start, stop = held.start + max(start, 0), min(held.start + stop, written)
         if start >= stop:
             return None

@@ -296,7 +296,7 @@ class LayerStore:
         config, stop = self.config, end
         if config.recent:  # from here on they are read among the last ones
             stop = min(end, max(parts.last_at, end - config.recent))
-        form = config.runs(RUN) if config.in_runs else config.plain
+        form = config.run if config.in_runs else config.plain
         slabs = self._now.slabs if parts.runs is None else parts.runs
         at, sides = cut - self._now.num_dropped + self._now.start, []
         for side in (False, True):
@@ -314,7 +314,7 @@ class LayerStore:
 
     def _encode_runs(self, parts: Parts, tokens: Slabs, cut: int, end: int) -> None:
         """Encode the whole ones of tokens from a position on, in pieces."""
-        config, form = self.config, self.config.runs(RUN)
+        config, form = self.config, self.config.run
         for start in range(cut, end // RUN * RUN, PIECE):
             stop = min(start + PIECE, end // RUN * RUN)
             some = Slabs(*(each[start - cut : stop - cut] for each in tokens))
@@ -396,7 +396,7 @@ class LayerStore:
         if parts.runs is not None:
             stop = runs_end(end, parts.last_at) - dropped
         tail = tail_of(config, n, sinks, parts.last_at - dropped, stop, num_rows)
-        form = config.plain if parts.runs is None else config.runs(RUN)
+        form = config.plain if parts.runs is None else config.run
         body = held.slabs if parts.runs is None else parts.runs
         reads = (
             (parts.first, own, NO_MAP, dropped - parts.first_at, 0, sinks),
