@@ -106,15 +106,15 @@ def append_batch(
 def as_stores(layers: Any, kind: type[_Store]) -> list[_Store]:
     """The stores of at least one layer, all of a backend's kind."""
     try:
-        made = list(layers)
+        found = list(layers)
     except Exception as error:  # __iter__ may be foreign code
         raise InvalidArgumentError(
             f"layers must be a sequence of layers, not {checks.describe(layers)}"
         ) from error
-    if not made:
+    if not found:
         raise InvalidArgumentError("layers must hold at least one layer")
     stores = []
-    for layer in made:
+    for layer in found:
         store = store_of(layer) if isinstance(layer, KvLayer) else None
         if not isinstance(store, kind):
             raise InvalidArgumentError(f"layers must hold layers, not {checks.describe(layer)}")
@@ -155,13 +155,13 @@ def as_query(query: Any, stores: Sequence[LayerStore], layout: str) -> tuple[np.
     DtypeMismatchError, ShapeMismatchError, LayoutError, InvalidArgumentError
     """
     counts = {store.config.num_kv_heads for store in stores}
-    given = checks.as_ndarray(query, "query")
-    rows = arrays.in_nhd(given, arrays.as_layout(layout)) if given.ndim == 4 else given
+    array = checks.as_ndarray(query, "query")
+    rows = arrays.in_nhd(array, arrays.as_layout(layout)) if array.ndim == 4 else array
     right = rows.ndim in (3, 4) and rows.shape[-2] > 0
     if not right or any(rows.shape[-2] % count for count in counts):
         raise ShapeMismatchError(
             f"query must be (batch, num_heads, head_dim) or have an axis of tokens as well, with "
-            f"num_heads a multiple of {_listed(counts)}, not {given.shape}"
+            f"num_heads a multiple of {_listed(counts)}, not {array.shape}"
         )
     widths = {store.config.value_head_dim for store in stores}
     if len(widths) > 1:
@@ -170,7 +170,7 @@ def as_query(query: Any, stores: Sequence[LayerStore], layout: str) -> tuple[np.
             "one array"
         )
     dims = {store.config.head_dim for store in stores}
-    return _as_rows(rows, given, "query", len(stores), dims), rows.ndim == 3
+    return _as_rows(rows, array, "query", len(stores), dims), rows.ndim == 3
 
 
 def checked_rows(
@@ -204,25 +204,25 @@ def _as_tokens(array: Any, values: bool, stores: Sequence[LayerStore], layout: s
     """Keys or values as float32 (batch, n, num_kv_heads, channels)."""
     name = "values" if values else "keys"
     counts = {store.config.num_kv_heads for store in stores}
-    given = checks.as_ndarray(array, name)
-    rows = arrays.in_nhd(given, arrays.as_layout(layout)) if given.ndim == 4 else given
+    tokens = checks.as_ndarray(array, name)
+    rows = arrays.in_nhd(tokens, arrays.as_layout(layout)) if tokens.ndim == 4 else tokens
     if rows.ndim not in (3, 4) or counts != {rows.shape[-2]}:
         raise ShapeMismatchError(
             f"{name} must be (batch, num_kv_heads, channels) or have an axis of tokens as well, "
-            f"with num_kv_heads {_listed(counts)}, not {given.shape}"
+            f"with num_kv_heads {_listed(counts)}, not {tokens.shape}"
         )
     dims = {store.config.value_head_dim if values else store.config.head_dim for store in stores}
-    return _as_rows(rows, given, name, len(stores), dims)
+    return _as_rows(rows, tokens, name, len(stores), dims)
 
 
 def _as_rows(
-    rows: np.ndarray, given: np.ndarray, name: str, num: int, dims: set[int]
+    rows: np.ndarray, array: np.ndarray, name: str, num: int, dims: set[int]
 ) -> np.ndarray:
     """Rows of `num` layers of so many channels as float32, with an axis of tokens."""
     if len(rows) != num or dims != {rows.shape[-1]}:
         raise ShapeMismatchError(
             f"{name} must hold {num} rows of a batch with {_listed(dims)} channels, as the layers "
-            f"do, not {given.shape}"
+            f"do, not {array.shape}"
         )
     arrays.check_channels(rows, name)
     rows = checks.as_float32(rows, name, contiguous=False)

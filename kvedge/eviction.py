@@ -119,8 +119,8 @@ class Eviction:
     def parse(cls, text: str) -> Eviction:
         """Read what ``str()`` of one gives: ``"snapkv:tokens=512,per=layer"``."""
         method, _, rest = text.partition(":")
-        given: dict[str, Any] = {}
-        known = [each.name for each in fields(cls) if each.name != "method"]
+        options: dict[str, Any] = {}
+        known = [field.name for field in fields(cls) if field.name != "method"]
         for option in rest.split(",") if rest else ():
             name, equals, value = option.partition("=")
             if name not in known or not equals:
@@ -128,37 +128,37 @@ class Eviction:
                     f"{text!r}: no option {option!r}, only {'=, '.join(known)}="
                 )
             try:
-                given[name] = value if name == "per" else int(value)
+                options[name] = value if name == "per" else int(value)
             except ValueError:
                 raise InvalidArgumentError(
                     f"{text!r}: {name} must be a whole number, not {value!r}"
                 ) from None
-        return cls(method, **given)  # type: ignore[arg-type]
+        return cls(method, **options)  # type: ignore[arg-type]
 
     @classmethod
-    def of(cls, given: Any) -> Eviction | None:
+    def of(cls, value: Any) -> Eviction | None:
         """One that is given as such, as a text or a mapping; None: none."""
-        if given is None or isinstance(given, Eviction):
-            return given
-        if isinstance(given, str):
-            return cls.parse(given)
-        if isinstance(given, Mapping):
+        if value is None or isinstance(value, Eviction):
+            return value
+        if isinstance(value, str):
+            return cls.parse(value)
+        if isinstance(value, Mapping):
             try:
-                return cls(**given)
+                return cls(**value)
             except TypeError as error:
                 raise InvalidArgumentError(f"eviction: {error}") from None
         raise InvalidArgumentError(
-            f"eviction must be an Eviction, or its text, not {checks.describe(given)}"
+            f"eviction must be an Eviction, or its text, not {checks.describe(value)}"
         )
 
     def __str__(self) -> str:
         """As :meth:`parse` reads it."""
-        given = [
-            f"{each.name}={getattr(self, each.name)}"
-            for each in fields(self)
-            if each.name != "method" and getattr(self, each.name) != each.default
+        options = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name != "method" and getattr(self, field.name) != field.default
         ]
-        return f"{self.method}:{','.join(given)}"
+        return f"{self.method}:{','.join(options)}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
@@ -277,7 +277,7 @@ class Attended:
         if not chosen:
             return
         if self._queries and self._queries[-1].position >= first:  # it was gone back
-            self._queries = [each for each in self._queries if each.position < first]
+            self._queries = [noted for noted in self._queries if noted.position < first]
         if scale is None:
             scale = default_scale(store.config.head_dim)
         if sink_logits is not None:
@@ -289,19 +289,19 @@ class Attended:
 
     def choose(self, store: LayerStore, tokens: int) -> np.ndarray:
         """The rows to keep of a layer, so many at most: (n,), or (num_kv_heads, n)."""
-        one, config, held = self.eviction, store.config, len(store)
+        eviction, config, held = self.eviction, store.config, len(store)
         unit = evicting.unit_of(config)
-        sinks, recent = one._always(tokens, evicting.tail_needed(config), unit)
+        sinks, recent = eviction._always(tokens, evicting.tail_needed(config), unit)
         tail = max(held - recent, 0) // unit * unit
         sinks = min(sinks, tail)
         room = max(tokens - sinks - (held - tail), 0) // unit  # in units, as below
         between = (tail - sinks) // unit
-        if one.method == "sinks+recent" or not room:
+        if eviction.method == "sinks+recent" or not room:
             return np.concatenate([np.arange(sinks), np.arange(tail, held)])
         mass = self._mass(store)[:, sinks:tail]  # (num_kv_heads, tokens)
-        if one.per == "layer":
+        if eviction.per == "layer":
             mass = mass.sum(0, keepdims=True)
-        mass = _pooled(mass, one.pool)
+        mass = _pooled(mass, eviction.pool)
         mass = mass.reshape(len(mass), between, unit).sum(2)
         # Of equals the later ones.
         order = np.argsort(-mass[:, ::-1], axis=1, kind="stable")
@@ -324,7 +324,7 @@ class Attended:
         gaps = np.flatnonzero(~stay.all(0))
         tail = int(gaps[0]) if len(gaps) else rows.shape[-1]
         first = store.end() - tail
-        self._queries = [each for each in self._queries if each.position >= first]
+        self._queries = [query for query in self._queries if query.position >= first]
 
     # ---- as arrays, for files --------------------------------------------------------------------
 
@@ -457,8 +457,8 @@ class CacheEviction:
         if store.config.window is not None or not options.keys() & _OF_POSITIONS:
             return
         for name in ("mask", "alibi_slopes", "window", "start"):
-            given = options.get(name)
-            if given is not None and not (name == "start" and isinstance(given, int) and not given):
+            value = options.get(name)
+            if value is not None and not (name == "start" and isinstance(value, int) and not value):
                 raise InvalidArgumentError(
                     f"{name} counts positions of tokens, which a cache with eviction does not know"
                 )
@@ -468,7 +468,7 @@ class CacheEviction:
     def copy(self) -> CacheEviction:
         """An independent one."""
         other = CacheEviction(self.eviction, ())
-        other.of_layers = {number: one.copy() for number, one in self.of_layers.items()}
+        other.of_layers = {number: attended.copy() for number, attended in self.of_layers.items()}
         other.in_prompt = self.in_prompt
         return other
 
@@ -501,15 +501,15 @@ class CacheEviction:
             It is none of these; also InvalidArgumentError.
         """
         fields = json.loads(text)
-        made = cls(_of_earlier_versions(fields["eviction"]), numbered)
-        made.in_prompt = bool(fields["in_prompt"])
+        eviction = cls(_of_earlier_versions(fields["eviction"]), numbered)
+        eviction.in_prompt = bool(fields["in_prompt"])
         for number, store in numbered:
-            if number in made.of_layers:
+            if number in eviction.of_layers:
                 data = base64.b64decode(fields["layers"][str(number)], validate=True)
                 with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                    noted = Attended.of_arrays(made.eviction, dict(arrays), store)
-                made.of_layers[number] = noted
-        return made
+                    noted = Attended.of_arrays(eviction.eviction, dict(arrays), store)
+                eviction.of_layers[number] = noted
+        return eviction
 
     # ---- evicting --------------------------------------------------------------------------------
 
@@ -517,12 +517,12 @@ class CacheEviction:
         self, numbered: Sequence[tuple[int, LayerStore]], more: int
     ) -> list[tuple[int, np.ndarray]]:
         """Layers that have to evict before `more` tokens come, with the rows they keep."""
-        one, found = self.eviction, []
+        eviction, found = self.eviction, []
         bounded = [(number, store) for number, store in numbered if number in self.of_layers]
-        tokens = one.tokens_for([store.config for _, store in bounded])  # as stored now
+        tokens = eviction.tokens_for([store.config for _, store in bounded])  # as stored now
         for number, store in bounded:
-            if one.is_due(len(store), more, tokens):
-                one.check(store.config, tokens)
-                room = one.room_in(tokens, evicting.unit_of(store.config))
+            if eviction.is_due(len(store), more, tokens):
+                eviction.check(store.config, tokens)
+                room = eviction.room_in(tokens, evicting.unit_of(store.config))
                 found.append((number, self.of_layers[number].choose(store, room)))
         return found

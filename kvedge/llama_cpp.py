@@ -221,5 +221,5 @@ def can_be_preloaded(path: str) -> bool:
 def preloading(path: str, base: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with a library in front of those that are loaded before others."""
     before = re.split("[ :]+", base.get("LD_PRELOAD", ""))
-    others = [each for each in before if each not in ("", path)]
+    others = [name for name in before if name not in ("", path)]
     return {**base, "LD_PRELOAD": ":".join([path, *others])}

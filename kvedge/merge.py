@@ -171,12 +171,12 @@ def _parts(arrays: Any, name: str) -> list[np.ndarray]:
             raise ShapeMismatchError(f"{name} must be stacked over the parts: it has no dimension")
         return list(as_float32(stacked, name, contiguous=False))
     try:
-        each = list(arrays)
+        parts = list(arrays)
     except TypeError as error:
         raise InvalidArgumentError(
             f"{name} must be a sequence of arrays or one stacked array, not {describe(arrays)}"
         ) from error
-    return [as_float32(part, f"{name}[{i}]", contiguous=False) for i, part in enumerate(each)]
+    return [as_float32(part, f"{name}[{i}]", contiguous=False) for i, part in enumerate(parts)]
 
 
 def _check_part(i: int, part: np.ndarray, lse: np.ndarray, shape: tuple[int, ...]) -> None:

@@ -138,7 +138,7 @@ class KvCachePolicy:
         KVCache
         """
         value_head_dim = options.get("value_head_dim")
-        widest = max(as_int(one, "head_dim") for one in (head_dim, value_head_dim or head_dim))
+        widest = max(as_int(dim, "head_dim") for dim in (head_dim, value_head_dim or head_dim))
         storage = {} if self._memory_bytes is None else self._steps[0].options(widest)
         kind = registry.active("KVCache")
         cache = kind(num_layers, num_kv_heads, head_dim, **storage, **options)
@@ -218,10 +218,10 @@ class KvCachePolicy:
 
     def _step_for(self, cache: KVCache, more: int) -> int:
         """The first step that holds the tokens within its share; the last one in any case."""
-        now = self._step_of(cache)
+        current = self._step_of(cache)
         for index, step in enumerate(self._steps):
             share = step.share
-            if now is not None and index < now:
+            if current is not None and index < current:
                 share -= self._hysteresis if len(cache) + more else 0.0
             if self._bytes(step, cache, more) <= share * self._memory():
                 return index
@@ -270,34 +270,34 @@ def _checked(steps: Any) -> tuple[_Step, ...]:
         raise InvalidArgumentError(
             f"steps must be a sequence of mappings, not {checks.describe(steps)}"
         )
-    made: list[_Step] = []
-    for index, given in enumerate(steps):
-        if not isinstance(given, Mapping) or "dtype" not in given:
+    checked: list[_Step] = []
+    for index, options in enumerate(steps):
+        if not isinstance(options, Mapping) or "dtype" not in options:
             raise InvalidArgumentError(
-                f'step {index} must be a mapping with a "dtype", not {checks.describe(given)}'
+                f'step {index} must be a mapping with a "dtype", not {checks.describe(options)}'
             )
-        unknown = [name for name in given if name not in (*NAMES, "share")]
+        unknown = [name for name in options if name not in (*NAMES, "share")]
         if unknown:
             raise InvalidArgumentError(
                 f"step {index} has {checks.describe(unknown[0])}, which is none of "
                 f"{', '.join(NAMES)} and share"
             )
         last = index == len(steps) - 1
-        share = _share(given.get("share", 1.0 if last else None), f"share of step {index}")
-        step = _Step(share, {name: given[name] for name in NAMES if name in given})
+        share = _share(options.get("share", 1.0 if last else None), f"share of step {index}")
+        step = _Step(share, {name: options[name] for name in NAMES if name in options})
         step.config(layer_config("int8", 1, 1, checks.MAX_HEAD_DIM))  # its options are checked
-        if made and not _is_coarser(step, made[-1]):
+        if checked and not _is_coarser(step, checked[-1]):
             raise InvalidArgumentError(
                 f"step {index} must be smaller than the one before it: {step.storage} after "
-                f"{made[-1].storage}"
+                f"{checked[-1].storage}"
             )
-        made.append(step)
-    return tuple(made)
+        checked.append(step)
+    return tuple(checked)
 
 
-def _is_coarser(one: _Step, other: _Step) -> bool:
+def _is_coarser(step: _Step, other: _Step) -> bool:
     shape = layer_config("int8", 1, 1, 64)
-    return memory.token_bytes(one.config(shape)) < memory.token_bytes(other.config(shape))
+    return memory.token_bytes(step.config(shape)) < memory.token_bytes(other.config(shape))
 
 
 def _share(value: Any, name: str, least: float | None = None) -> float:

@@ -214,10 +214,10 @@ Turn = tuple[Rotation, ...]  # one after the other; mostly one, and none: nothin
 @in_default_mode
 def turned(turn: Turn, rows: np.ndarray, *, back: bool = False) -> np.ndarray:
     """Rows (..., head_dim) turned in double precision, float64; `back` undoes a turn."""
-    made = np.array(rows, dtype=np.float64)
+    out = np.array(rows, dtype=np.float64)
     for rotation in reversed(turn) if back else turn:
-        rotation.turn(made, back=back)
-    return made
+        rotation.turn(out, back=back)
+    return out
 
 
 @lru_cache(maxsize=256)
@@ -231,11 +231,11 @@ def _tables(angles: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
 @in_default_mode
 def query_turns(turn: Turn) -> list[tuple[np.ndarray, np.ndarray, bool]]:
     """What a query is turned by where keys are to be turned: cosines, sines (float32), pairs."""
-    made = []
-    for one in reversed(turn):
-        cos, sin = _tables(one.angles)
-        made.append((cos.astype(np.float32), (-sin).astype(np.float32), one.interleaved))
-    return made
+    tables = []
+    for rotation in reversed(turn):
+        cos, sin = _tables(rotation.angles)
+        tables.append((cos.astype(np.float32), (-sin).astype(np.float32), rotation.interleaved))
+    return tables
 
 
 @in_default_mode
@@ -254,10 +254,10 @@ def _added(turn: Turn, more: Rotation) -> Turn:
     return (*turn, more)
 
 
-def _sum(one: float, other: float) -> float:
+def _sum(angle: float, other: float) -> float:
     """The sum of two angles; 0 where only rounding is left of a turn there and back."""
-    total = one + other
-    return 0.0 if abs(total) <= 1e-12 * (abs(one) + abs(other)) else total
+    total = angle + other
+    return 0.0 if abs(total) <= 1e-12 * (abs(angle) + abs(other)) else total
 
 
 class Turns(NamedTuple):
@@ -289,7 +289,7 @@ class Turns(NamedTuple):
             and starts[0] == 0
             and all(a < b for a, b in pairwise(starts))
             and starts[-1] <= MAX_DELTA
-            and all(one.is_valid(head_dim) for turn in self.turns for one in turn)
+            and all(rotation.is_valid(head_dim) for turn in self.turns for rotation in turn)
         )
 
     def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int, Turn]]:
@@ -303,12 +303,12 @@ class Turns(NamedTuple):
     @in_default_mode
     def of_rows(self, rows: np.ndarray, position: int, *, back: bool = False) -> np.ndarray:
         """Keys (n, ..., head_dim) of tokens from a position on, turned; float32."""
-        made = np.array(rows, dtype=np.float32)
+        out = np.array(rows, dtype=np.float32)
         for first, stop, turn in self.ranges(position, position + len(rows)):
             at = slice(first - position, stop - position)
             if turn:
-                made[at] = to_float32(turned(turn, made[at], back=back))
-        return made
+                out[at] = to_float32(turned(turn, out[at], back=back))
+        return out
 
     def within(self, start: int, stop: int) -> Turns:
         """The turns of positions `start` to `stop`, and of all others as of the next of these."""

@@ -62,17 +62,17 @@ def quantize_rows(
     >>> dequantize_rows(codes, scales).round(2)
     array([[ 1.  , -0.5 ,  0.25,  0.  ]], dtype=float32)
     """
-    given = checks.as_float32(rows, "rows", contiguous=False)
-    config = _config(dtype, given.shape, group_size, scale_dtype)
-    checks.check_finite(given, "rows")
+    array = checks.as_float32(rows, "rows", contiguous=False)
+    config = _config(dtype, array.shape, group_size, scale_dtype)
+    checks.check_finite(array, "rows")
     form, shape = config.key_format, config.key_rows
-    flat = np.ascontiguousarray(given).reshape(-1, 1, config.head_dim)
+    flat = np.ascontiguousarray(array).reshape(-1, 1, config.head_dim)
     form.refuse(flat, "rows", shape)
     codes = np.empty((len(flat), 1, form.codes_per_row(config.head_dim)), form.codes)
     scales = np.empty((len(flat), 1, shape.num_groups), config.scale_type.dtype)
     for at in _blocks(len(flat), config.head_dim):
         codes[at], scales[at] = form.encode(flat[at], shape)
-    lead = given.shape[:-1]
+    lead = array.shape[:-1]
     codes = codes.reshape(*lead, codes.shape[-1])
     return codes, scales.reshape(*lead, shape.num_groups) if form.has_scales else None
 
@@ -112,8 +112,8 @@ def dequantize_rows(
         InvalidArgumentError also for codes or scales that no encoder makes.
     """
     codes = checks.as_ndarray(codes, "codes")
-    given = None if scales is None else checks.as_ndarray(scales, "scales")
-    scale_dtype: Any = "float32" if given is None else given.dtype.name
+    scale_rows = None if scales is None else checks.as_ndarray(scales, "scales")
+    scale_dtype: Any = "float32" if scale_rows is None else scale_rows.dtype.name
     config = _config(dtype, _rows_shape(dtype, codes.shape, dim), group_size, scale_dtype)
     form, shape = config.key_format, config.key_rows
     if codes.shape[-1] != form.codes_per_row(config.head_dim):
@@ -121,23 +121,23 @@ def dequantize_rows(
             f"codes of {config.head_dim} channels have {form.codes_per_row(config.head_dim)} "
             f"elements, not {codes.shape[-1]}"
         )
-    if form.has_scales != (given is not None):
+    if form.has_scales != (scale_rows is not None):
         needs = "needs scales" if form.has_scales else "has no scales"
         raise InvalidArgumentError(f"{config.dtype} {needs}")
     if codes.dtype != form.codes:
         raise DtypeMismatchError(f"codes of {config.dtype} are {form.codes}, not {codes.dtype}")
     lead = codes.shape[:-1]
-    if given is None:
-        given = np.empty((*lead, 0), np.float32)
-    elif given.shape == lead and shape.num_groups == 1:
-        given = given[..., np.newaxis]
-    if given.shape != (*lead, shape.num_groups):
+    if scale_rows is None:
+        scale_rows = np.empty((*lead, 0), np.float32)
+    elif scale_rows.shape == lead and shape.num_groups == 1:
+        scale_rows = scale_rows[..., np.newaxis]
+    if scale_rows.shape != (*lead, shape.num_groups):
         wanted = (*lead, shape.num_groups)
-        raise ShapeMismatchError(f"scales must have shape {wanted}, not {given.shape}")
+        raise ShapeMismatchError(f"scales must have shape {wanted}, not {scale_rows.shape}")
     if codes.size:
         fault = form.fault_of_codes(codes)
-        if fault is None and given.size:
-            fault = form.fault_of_scales(np.ascontiguousarray(given))
+        if fault is None and scale_rows.size:
+            fault = form.fault_of_scales(np.ascontiguousarray(scale_rows))
         if fault is not None:
             raise InvalidArgumentError(f"codes and scales of {config.dtype} cannot hold {fault}")
     out = np.empty((*lead, config.head_dim), np.float32)
@@ -145,7 +145,7 @@ def dequantize_rows(
         codes.reshape(-1, 1, codes.shape[-1]),
         out.reshape(-1, 1, config.head_dim),
     )
-    flat_scales = given.reshape(len(flat_codes), 1, shape.num_groups)
+    flat_scales = scale_rows.reshape(len(flat_codes), 1, shape.num_groups)
     for at in _blocks(len(flat_codes), config.head_dim):
         clamp(form.decode(flat_codes[at], flat_scales[at], shape, np.float32), flat_out[at])
     return out

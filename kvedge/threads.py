@@ -28,12 +28,12 @@ _listener: Callable[[int], None] | None = None  # the backend, which keeps its o
 
 def lock_over_forks() -> threading.Lock:
     """Make a lock that is free in a forked child, where no thread is left to release it."""
-    made = threading.Lock()
+    lock = threading.Lock()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(
-            before=made.acquire, after_in_parent=made.release, after_in_child=made.release
+            before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
         )
-    return made
+    return lock
 
 
 _setting = lock_over_forks()  # held while the number and its copy change

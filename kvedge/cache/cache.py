@@ -196,24 +196,24 @@ class KVCache(ConfigFacts):
         OutOfMemoryError
             The system refused to reserve the memory.
         """
-        made = storage_of(type(self).__name__, {"dtype": dtype, **storage})
+        options = storage_of(type(self).__name__, {"dtype": dtype, **storage})
         shape: dict[str, object] = {
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "value_head_dim": value_head_dim,
         }
-        given = {**shape, "num_layers": num_layers, "window": window, "max_seq_len": max_seq_len}
-        ready = taken_over(layers, given | made.given())
+        asked = {**shape, "num_layers": num_layers, "window": window, "max_seq_len": max_seq_len}
+        ready = taken_over(layers, asked | options.given())
         if ready is not None:
             stores = [store_of(layer) for layer in ready if isinstance(layer, KvLayer)]
-            limits = [one.config.limit for one in stores if one.config.limit is not None]
-            rule = KeyRule.of_any(one.key_rule for one in stores)
+            limits = [store.config.limit for store in stores if store.config.limit is not None]
+            rule = KeyRule.of_any(store.key_rule for store in stores)
             limit = min(limits, default=None)
             num_query_heads = _as_num_query_heads(num_query_heads, [s.config for s in stores])
             self._state = CacheState(self._layer_types, ready, limit, rule, {})
         else:
             max_seq_len = checks.check_max_seq_len(max_seq_len)
-            configs = layer_configs(num_layers, layers, window, shape | made.of_layers())
+            configs = layer_configs(num_layers, layers, window, shape | options.of_layers())
             states = states_among(layers)
             check_at_start(states)
             num_query_heads = _as_num_query_heads(num_query_heads, configs)
@@ -221,8 +221,8 @@ class KVCache(ConfigFacts):
                 self._layer_types,
                 configs,
                 max_seq_len,
-                made.key_offset,
-                made.key_scale,
+                options.key_offset,
+                options.key_scale,
                 {},
                 states=states,
             )
@@ -341,8 +341,8 @@ class KVCache(ConfigFacts):
         for store in state.stores:
             if store.end() < length:
                 raise state.lacking(length)
-        for one in state.states:
-            if one.position < length:
+        for state_layer in state.states:
+            if state_layer.position < length:
                 raise state.lacking(length)
         state.length = length
 
@@ -819,10 +819,10 @@ class KVCache(ConfigFacts):
         """
         state = self._state
         state.refuse_pending("requantize()")
-        made = storage_of("requantize", {"dtype": dtype, **storage})
+        options = storage_of("requantize", {"dtype": dtype, **storage})
         shapes = [shape_of(old) for old in state.format.layers]
-        configs = layer_configs(len(shapes), shapes, None, made.of_layers())
-        requantize(state, configs, made.key_offset, made.key_scale)
+        configs = layer_configs(len(shapes), shapes, None, options.of_layers())
+        requantize(state, configs, options.key_offset, options.key_scale)
 
     # ---- copies and files ------------------------------------------------------------------------
 
@@ -890,10 +890,10 @@ class KVCache(ConfigFacts):
         stays until someone removes it.
         """
         state = self._state
-        given = state.metadata if metadata is None else metadata
-        if state.eviction is not None and isinstance(given, Mapping):
-            given = {**given, _EVICTION: state.eviction.as_text()}
-        session.save(state, path, metadata=given)
+        saved = state.metadata if metadata is None else metadata
+        if state.eviction is not None and isinstance(saved, Mapping):
+            saved = {**saved, _EVICTION: state.eviction.as_text()}
+        session.save(state, path, metadata=saved)
 
     @classmethod
     @memory_for("the cache of the file")
@@ -1113,7 +1113,7 @@ def restored(
     return cache_over(cls, state)
 
 
-def _as_num_query_heads(given: int | None, configs: Sequence[LayerConfig]) -> int | None:
+def _as_num_query_heads(num_query_heads: int | None, configs: Sequence[LayerConfig]) -> int | None:
     for config in configs:
-        given = checks.as_num_query_heads(given, config.num_kv_heads)
-    return given
+        num_query_heads = checks.as_num_query_heads(num_query_heads, config.num_kv_heads)
+    return num_query_heads

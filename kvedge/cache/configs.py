@@ -67,9 +67,9 @@ def layer_configs(
             raise InvalidArgumentError(
                 f"window is for keys and values, and layer {number} of layers holds a state"
             )
-    made: dict[LayerConfig, LayerConfig] = {}  # equal layers share theirs
+    shared: dict[LayerConfig, LayerConfig] = {}  # equal layers share theirs
     return [
-        _config(i, own[i], {**common, "window": windows[i]}, made)
+        _config(i, own[i], {**common, "window": windows[i]}, shared)
         for i in range(num_layers)
         if i not in states
     ]
@@ -111,7 +111,7 @@ def without_window(config: LayerConfig) -> LayerConfig:
 
 
 def _config(
-    index: int, own: object, common: Mapping[str, object], made: dict[LayerConfig, LayerConfig]
+    index: int, own: object, common: Mapping[str, object], shared: dict[LayerConfig, LayerConfig]
 ) -> LayerConfig:
     if not isinstance(own, Mapping):
         raise InvalidArgumentError(
@@ -124,18 +124,18 @@ def _config(
             f"layer {index} of layers has {checks.describe(unknown[0])}, which is none of "
             f"{', '.join(OF_A_LAYER)}"
         )
-    given = {**common, **own}
-    if given["window"] is not None and "sinks" not in own:  # where the cache has them, others do
-        given["sinks"] = 0
-        if not by_name(given).get("recent") and "recent_dtype" not in own:
-            given["recent_dtype"] = None
+    options = {**common, **own}
+    if options["window"] is not None and "sinks" not in own:  # where the cache has them, others do
+        options["sinks"] = 0
+        if not by_name(options).get("recent") and "recent_dtype" not in own:
+            options["recent_dtype"] = None
     try:
-        config = checks.layer_config(capacity=None, **given)
+        config = checks.layer_config(capacity=None, **options)
     except InvalidArgumentError as error:
         raise (
             InvalidArgumentError(f"layer {index} of layers: {error}") if own else error
         ) from error
-    return made.setdefault(config, config)
+    return shared.setdefault(config, config)
 
 
 def _windows(window: object, num_layers: int) -> list[object]:
@@ -148,12 +148,12 @@ def _windows(window: object, num_layers: int) -> list[object]:
     return list(window)
 
 
-def _sequence(given: object, name: str, of: str) -> list[object]:
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
+def _sequence(value: object, name: str, of: str) -> list[object]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise InvalidArgumentError(
-            f"{name} must be a sequence of {of}, not {checks.describe(given)}"
+            f"{name} must be a sequence of {of}, not {checks.describe(value)}"
         )
-    return list(given)
+    return list(value)
 
 
 def taken_over(layers: object, others: Mapping[str, object]) -> list[KvLayer | StateLayer] | None:
@@ -171,9 +171,9 @@ def taken_over(layers: object, others: Mapping[str, object]) -> list[KvLayer | S
         return None
     if len(layers) > MAX_LAYERS:
         raise InvalidArgumentError(f"layers must be at most {MAX_LAYERS}, not {len(layers)}")
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise InvalidArgumentError(f"{given[0]} is what the given layers have: leave it out")
+    besides = [name for name, value in others.items() if value is not None]
+    if besides:
+        raise InvalidArgumentError(f"{besides[0]} is what the given layers have: leave it out")
     if len({id(layer) for layer in layers}) < len(layers):
         raise InvalidArgumentError("layers must hold each layer once")
     states = states_among(layers)

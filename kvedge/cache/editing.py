@@ -94,13 +94,13 @@ def shift(
         )
     turned = []
     for index, store in enumerate(state.stores):
-        one = rope if ropes is None else ropes[index]
-        if ropes is None or one is not None:
-            turned.append((store, one))
+        own = rope if ropes is None else ropes[index]
+        if ropes is None or own is not None:
+            turned.append((store, own))
     shifts.owe(
         [
-            (store, shifts.check_shift(store, delta, one, *_held_range(store, start, stop)))
-            for store, one in turned
+            (store, shifts.check_shift(store, delta, own, *_held_range(store, start, stop)))
+            for store, own in turned
         ]
     )
     if delta and start < stop:

@@ -35,9 +35,9 @@ def extract(state: CacheState, start: int = 0, stop: int | None = None) -> Cache
     start, stop = checks.check_range(start, stop, state.length)
     contents = _whole(state, "extract()")
     if start % RUN and any(config.in_runs for config in contents.format.layers):
-        made = extract(state, 0, 0)
-        _store_anew(made, state, start, stop)
-        return made
+        extracted = extract(state, 0, 0)
+        _store_anew(extracted, state, start, stop)
+        return extracted
     layers = []
     for layer, config in zip(contents.layers, contents.format.layers, strict=True):
         rows = {name: getattr(layer, name)[start:stop] for name in Slabs._fields}
@@ -68,7 +68,7 @@ def inject(
             expected=limit - start,
             got=contents.length,
         )
-    shapes = [[_shape(config) for config in each.format.layers] for each in (own, contents)]
+    shapes = [[_shape(config) for config in side.format.layers] for side in (own, contents)]
     if shapes[0] != shapes[1]:
         raise ShapeMismatchError(f"the tokens are of {contents.format}, this cache {own.format}")
     if not _stores_alike(state, own, contents):
@@ -110,12 +110,12 @@ def _stores_alike(state: CacheState, own: CacheContents, other: CacheContents) -
 
 def _requantized(state: CacheState, other: CacheState) -> CacheState:
     """The other's tokens in a cache that stores as this one does."""
-    made = extract(state, 0, 0)
+    converted = extract(state, 0, 0)
     if state.length:
-        for store, mine in zip(made.stores, state.stores, strict=True):
+        for store, mine in zip(converted.stores, state.stores, strict=True):
             store_as(store, mine.key_map, KeyRule())
-    _store_anew(made, other, 0, other.length)
-    return made
+    _store_anew(converted, other, 0, other.length)
+    return converted
 
 
 def _store_anew(state: CacheState, other: CacheState, start: int, stop: int) -> None:
@@ -155,9 +155,9 @@ def _write_layers(
     state: CacheState, contents: CacheContents, start: int, length: int, other: CacheState
 ) -> None:
     n = contents.length
-    for store, tokens, given in zip(state.stores, contents.layers, other.stores, strict=True):
+    for store, tokens, source in zip(state.stores, contents.layers, other.stores, strict=True):
         if store.config.in_runs:
-            _write_runs(store, start, length, given, n)
+            _write_runs(store, start, length, source, n)
             continue
         held, hold = store.snapshot(start), None
         if held.parts is None:

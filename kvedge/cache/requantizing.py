@@ -31,10 +31,10 @@ def requantize(
 ) -> None:
     """Store all layers as in `configs` from now on; see :meth:`kvedge.KVCache.requantize`."""
     tokens = [len(store) for store in state.stores]  # their memory is reserved, and not yet taken
-    made = CacheState.new(
+    converted = CacheState.new(
         state.layer_types, configs, state.max_seq_len, key_offset, key_scale, {}, tokens
     )
-    for old, new in zip(state.stores, made.stores, strict=True):
+    for old, new in zip(state.stores, converted.stores, strict=True):
         _check_fits(old, new)
 
     numbers = [number for number, store in enumerate(state.store_at) if store is not None]
@@ -42,13 +42,15 @@ def requantize(
     state.overwrites.add(0)
     try:
         for index, number in enumerate(numbers):
-            _convert(state.stores[index], made.stores[index])
-            state.put_layer(number, made.layers[index])  # the old one goes, if nobody else has it
+            _convert(state.stores[index], converted.stores[index])
+            state.put_layer(
+                number, converted.layers[index]
+            )  # the old one goes, if nobody else has it
     finally:
         state.format = CacheFormat.of((store.config for store in state.stores), state.format.states)
         state.high_water = [state.length] * state.num_layers
         state.room = state.capacity
-    state.key_rule = made.key_rule
+    state.key_rule = converted.key_rule
 
 
 def _convert(old: LayerStore, new: LayerStore) -> None:
@@ -88,8 +90,8 @@ def _surely_fits(old: LayerStore, new: LayerStore) -> bool:
         keys /= float(will.scale.min())
     configs = [new.config] + ([new.config.part_config] if new.config.recent_dtype else [])
     limits = [
-        (each.key_format.limit(each.key_rows), each.value_format.limit(each.value_rows))
-        for each in configs
+        (form.key_format.limit(form.key_rows), form.value_format.limit(form.value_rows))
+        for form in configs
     ]
     return all(_SLACK * keys <= key and _SLACK * values <= value for key, value in limits)
 

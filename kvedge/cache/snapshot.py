@@ -257,7 +257,7 @@ def snapshot(state: CacheState) -> KvCacheSnapshot:
         )
     mark = KvCacheSnapshot.__new__(KvCacheSnapshot)
     mark._length = state.length  # first: what is overwritten after that lies above
-    mark._states = tuple(one.copy() for one in state.states)
+    mark._states = tuple(layer.copy() for layer in state.states)
     mark._epoch = state.overwrites.epoch
     mark._pending = tuple(state.ahead(mark._length))
     mark._state = weakref.ref(state)

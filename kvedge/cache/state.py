@@ -186,21 +186,21 @@ class CacheState:
         """Make the state of a cache that holds ``contents``."""
         contents = contents.of_today
         held = [layer.num_tokens for layer in contents.layers]
-        made = cls.empty(layer_types, contents.format, max_seq_len, key_rule, metadata, held)
+        cache = cls.empty(layer_types, contents.format, max_seq_len, key_rule, metadata, held)
         for (number, _), state in zip(contents.format.states, contents.states, strict=True):
-            made.put_layer(number, state.copy())  # of its own class
-        made.replace(contents)
-        return made
+            cache.put_layer(number, state.copy())  # of its own class
+        cache.replace(contents)
+        return cache
 
     def copy(self) -> Self:
         """An independent one with the same tokens, pending ones included."""
         contents = self.contents(copy=False)
-        made = self.holding(
+        other = self.holding(
             self.layer_types, contents, self.max_seq_len, self.key_rule, self.metadata
         )
-        made.num_query_heads = self.num_query_heads
-        made.eviction = None if self.eviction is None else self.eviction.copy()
-        return made
+        other.num_query_heads = self.num_query_heads
+        other.eviction = None if self.eviction is None else self.eviction.copy()
+        return other
 
     def put_layer(self, number: int, layer: KvLayer | StateLayer) -> None:
         """Hold another layer in the place of one; `format` is as it was."""
@@ -479,19 +479,19 @@ def contents_of_stores(
 
 
 def _of_each(
-    given: KeyVectors, name: str, configs: Sequence[LayerConfig], can_be_auto: Sequence[bool]
+    value: KeyVectors, name: str, configs: Sequence[LayerConfig], can_be_auto: Sequence[bool]
 ) -> Sequence[object]:
     """The key offset or scale of each layer, by what the cache was given; not yet checked."""
-    if isinstance(given, str):  # for the layers that can have one, if any can
-        return [given if one or not any(can_be_auto) else None for one in can_be_auto]
-    if isinstance(given, (list, tuple)):
-        if len(given) != len(configs):
-            raise ShapeMismatchError(f"{name} must hold {len(configs)} vectors, not {len(given)}")
-        return given
-    if given is None or (name == "key_offset" and not can_be_auto[0]):
-        return [given] * len(configs)
+    if isinstance(value, str):  # for the layers that can have one, if any can
+        return [value if can or not any(can_be_auto) else None for can in can_be_auto]
+    if isinstance(value, (list, tuple)):
+        if len(value) != len(configs):
+            raise ShapeMismatchError(f"{name} must hold {len(configs)} vectors, not {len(value)}")
+        return value
+    if value is None or (name == "key_offset" and not can_be_auto[0]):
+        return [value] * len(configs)
     shape = (len(configs), configs[0].num_kv_heads, configs[0].head_dim)
-    vectors: Sequence[np.ndarray] = list(checks.as_float32(given, name, shape=shape))
+    vectors: Sequence[np.ndarray] = list(checks.as_float32(value, name, shape=shape))
     return vectors
 
 

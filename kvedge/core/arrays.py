@@ -85,9 +85,9 @@ def check_apart(out: np.ndarray, reads: Iterable[np.ndarray], name: str = "out")
             raise LayoutError(f"{name} overlaps memory that the call reads: pass another array")
 
 
-def _shares(one: np.ndarray, other: np.ndarray) -> bool:
+def _shares(array: np.ndarray, other: np.ndarray) -> bool:
     try:
-        return np.shares_memory(one, other, max_work=_SHARE_WORK)  # type: ignore[arg-type]
+        return np.shares_memory(array, other, max_work=_SHARE_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -414,11 +414,11 @@ def as_rows(
     is_many = len(shape) == 3 and shape[1:] == (heads, dim) and many is not False
     is_one = shape in ((heads, dim), (heads * dim,)) and many is not True
     if not is_many and not is_one:
-        one, several = f"({heads}, {dim}) or ({heads * dim},)", f"(n, {heads}, {dim})"
+        single, several = f"({heads}, {dim}) or ({heads * dim},)", f"(n, {heads}, {dim})"
         if layout == "hnd":
             several = f"({heads}, n, {dim})"
             shape = arrays.in_nhd(rows, layout).shape
-        wanted = {True: several, False: one, None: f"{one} or {several}"}[many]
+        wanted = {True: several, False: single, None: f"{single} or {several}"}[many]
         width = f": value_head_dim is {dim}" if values and dim != config.head_dim else ""
         turned = layout == "nhd" and many is not False and (*shape[:1], *shape[2:]) == (heads, dim)
         hint = ': for (num_kv_heads, n, channels) pass layout="hnd"' if turned else ""
@@ -641,7 +641,7 @@ def as_starts(start: Any, lengths: Sequence[int]) -> list[int]:
         raise ShapeMismatchError(
             f"start must be one number or {len(lengths)}, one for each layer, not {len(start)}"
         )
-    return [as_start(each, length) for each, length in zip(start, lengths, strict=True)]
+    return [as_start(value, length) for value, length in zip(start, lengths, strict=True)]
 
 
 def as_out(

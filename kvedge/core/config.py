@@ -174,8 +174,8 @@ class LayerConfig(PickledByFields):
     @property
     def widths(self) -> str:
         """Channels of keys and values, for people: "64", or "192/128" where they differ."""
-        one = self.head_dim == self.value_head_dim
-        return str(self.head_dim) if one else f"{self.head_dim}/{self.value_head_dim}"
+        same = self.head_dim == self.value_head_dim
+        return str(self.head_dim) if same else f"{self.head_dim}/{self.value_head_dim}"
 
     @property
     def dtypes(self) -> str:
@@ -355,9 +355,9 @@ def layer_config(
     InvalidArgumentError
     """
     one_of(dtype, "dtype", (*RECOMMENDED, *DTYPES))
-    given = {"dtype": dtype, "value_dtype": value_dtype, "window": window}
-    given |= {"recent": recent, "sinks": sinks, "value_rotation": value_rotation}
-    stored = by_name(given)
+    options = {"dtype": dtype, "value_dtype": value_dtype, "window": window}
+    options |= {"recent": recent, "sinks": sinks, "value_rotation": value_rotation}
+    stored = by_name(options)
     dtype, value_dtype = stored["dtype"], stored.get("value_dtype")
     for name, side in (("key_dtype", key_dtype), ("value_dtype", value_dtype)):
         if side is not None:
@@ -449,8 +449,8 @@ def _part_tokens(stored: dict[str, Any], window: int | None) -> tuple[int, int]:
     """Check how many last and first tokens are to be in another format."""
     counts = []
     for name in ("recent", "sinks"):
-        given = stored.get(name)
-        number = 0 if given is None else as_int(given, name)
+        value = stored.get(name)
+        number = 0 if value is None else as_int(value, name)
         if not 0 <= number <= MAX_PART_TOKENS:
             raise InvalidArgumentError(f"{name} must be from 0 to {MAX_PART_TOKENS}, not {number}")
         counts.append(number)

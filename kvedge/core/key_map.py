@@ -79,11 +79,11 @@ class KeyMap(NamedTuple):
 NO_MAP = KeyMap()
 
 
-def same_vector(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+def same_vector(vector: np.ndarray | None, other: np.ndarray | None) -> bool:
     """Whether two offsets or scales are the same, None only as None."""
-    if one is None or other is None:
-        return one is other
-    return np.array_equal(one, other)
+    if vector is None or other is None:
+        return vector is other
+    return np.array_equal(vector, other)
 
 
 class KeyRule(NamedTuple):

@@ -55,14 +55,14 @@ class Kivi:
             codes = codes.swapaxes(-1, -2)  # of a lane: a channel
         else:
             codes, steps, lows = self._levels(runs, -2)  # of a lane: a token
-        made = [
+        pieces = [
             self._packed(codes),
             *(
-                each.astype("<f2", copy=False).reshape(*runs.shape[:2], -1).view(np.uint8)
-                for each in (steps, lows)
+                halves.astype("<f2", copy=False).reshape(*runs.shape[:2], -1).view(np.uint8)
+                for halves in (steps, lows)
             ),
         ]
-        return np.concatenate(made, axis=-1), np.empty((n // RUN, heads, 0), np.float32)
+        return np.concatenate(pieces, axis=-1), np.empty((n // RUN, heads, 0), np.float32)
 
     def _levels(self, x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes, steps and lows of groups that lie along an axis."""
@@ -101,8 +101,8 @@ class Kivi:
             x = x.swapaxes(-1, -2)
             shape = (*runs.shape[:2], -1, RUN)
             steps, lows = (
-                np.repeat(each.reshape(shape).swapaxes(-1, -2), _GROUP, axis=-1)[..., :dim]
-                for each in (steps, lows)
+                np.repeat(of_groups.reshape(shape).swapaxes(-1, -2), _GROUP, axis=-1)[..., :dim]
+                for of_groups in (steps, lows)
             )
         else:
             x, steps, lows = x[..., :dim], steps[:, :, np.newaxis], lows[:, :, np.newaxis]

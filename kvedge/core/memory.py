@@ -142,12 +142,12 @@ def rows_at(slab: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 def rows_of_runs(slabs: Slabs, config: LayerConfig, runs: np.ndarray) -> Slabs:
     """The rows of runs, a copy, by the runs' numbers: (n,), or (num_kv_heads, n)."""
-    made = []
+    taken = []
     for slab, tokens in zip(slabs, tokens_per_rows(config), strict=True):
         rows = RUN // tokens  # of a run
         at = runs[..., None] * rows + np.arange(rows)
-        made.append(rows_at(slab, at.reshape(*runs.shape[:-1], -1)))
-    return Slabs(*made)
+        taken.append(rows_at(slab, at.reshape(*runs.shape[:-1], -1)))
+    return Slabs(*taken)
 
 
 @in_default_mode

@@ -125,8 +125,8 @@ class AttendOptions:
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """The arrays that are read while attending, which `out` must not overlap."""
-        given = (self.sink_logits, self.alibi_slopes, self.mask_bool, self.mask_bias)
-        return tuple(array for array in given if array is not None)
+        optional = (self.sink_logits, self.alibi_slopes, self.mask_bool, self.mask_bias)
+        return tuple(array for array in optional if array is not None)
 
     @classmethod
     def make(
@@ -214,14 +214,16 @@ def shows_options(function: _Function) -> _Function:
     names itself is shown as it has it.
     """
     own = inspect.signature(function)
-    shown = [each for each in own.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    for each in inspect.signature(AttendOptions.make).parameters.values():
-        if each.kind is each.KEYWORD_ONLY:
-            if each.name == "num_threads":
-                shown.append(each.replace(name="out", default=None))
-            shown.append(each)
+    shown = [
+        option for option in own.parameters.values() if option.kind is option.POSITIONAL_OR_KEYWORD
+    ]
+    for option in inspect.signature(AttendOptions.make).parameters.values():
+        if option.kind is option.KEYWORD_ONLY:
+            if option.name == "num_threads":
+                shown.append(option.replace(name="out", default=None))
+            shown.append(option)
     shown.append(shown[-1].replace(name="layout", default="nhd"))
-    shown = [own.parameters.get(each.name, each) for each in shown]
+    shown = [own.parameters.get(option.name, option) for option in shown]
     function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
 
@@ -236,11 +238,11 @@ def as_num_threads(num_threads: Any) -> int:
 
 def as_tolerance(tolerance: Any) -> float:
     """`tolerance` as a float that is a float32 from 0 to below 1."""
-    given = as_float(tolerance, "tolerance")
-    share = float(np.float32(given)) if abs(given) <= 1 else given
+    number = as_float(tolerance, "tolerance")
+    share = float(np.float32(number)) if abs(number) <= 1 else number
     if not 0 <= share < 1:
         raise InvalidArgumentError(
-            f"tolerance must be a share of the softmax mass, from 0 to below 1, not {given:g}"
+            f"tolerance must be a share of the softmax mass, from 0 to below 1, not {number:g}"
         )
     return share
 
@@ -286,9 +288,9 @@ def as_mask(mask: Any, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     """mask_bool or mask_bias, broadcast to `shape` = ([batch,] num_heads, n_rows, length)."""
     num_heads, n_rows = shape[-3:-1]
     mask = as_ndarray(mask, "mask")
-    given = mask.shape
+    mask_shape = mask.shape
     one_row = n_rows == 1 and len(shape) == 3
-    if mask.ndim == 2 and one_row and given[0] == num_heads:
+    if mask.ndim == 2 and one_row and mask_shape[0] == num_heads:
         mask = mask[:, np.newaxis]  # (num_heads, length) of the one row
     if not 1 <= mask.ndim <= len(shape) or any(
         have not in (1, want) for have, want in zip(mask.shape[::-1], shape[::-1], strict=False)
@@ -296,7 +298,7 @@ def as_mask(mask: Any, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
         names = "num_heads, rows, length" if len(shape) == 3 else "batch, num_heads, rows, length"
         short = " (or (num_heads, length))" if one_row else ""
         raise ShapeMismatchError(
-            f"mask must broadcast to ({names}) = {shape}{short}, not from {given}"
+            f"mask must broadcast to ({names}) = {shape}{short}, not from {mask_shape}"
         )
     # What is repeated is looked at, and converted, once.
     mask = mask[tuple(slice(None, None if stride else 1) for stride in mask.strides)]

@@ -34,28 +34,28 @@ IN_ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-def by_name(given: Mapping[str, Any], *, over_ranks: bool = False) -> dict[str, Any]:
+def by_name(options: Mapping[str, Any], *, over_ranks: bool = False) -> dict[str, Any]:
     """Options of storage, with those that a name in ``dtype`` sets where they are None or missing.
 
     Keys are in rows where they get an offset or a scale, which runs do not have. `over_ranks`:
     nothing is in runs, or in another format besides. Values that get a format are in that alone,
     keys that get one have an automatic scale. Layers with a window have no sinks.
     """
-    name = given.get("dtype")
+    name = options.get("dtype")
     if not isinstance(name, str) or name not in RECOMMENDED:
-        return dict(given)
-    best, scale = dict(RECOMMENDED[name]), given.get("key_scale")
-    has_vectors = given.get("key_offset") is not None or not isinstance(scale, str | None)
+        return dict(options)
+    best, scale = dict(RECOMMENDED[name]), options.get("key_scale")
+    has_vectors = options.get("key_offset") is not None or not isinstance(scale, str | None)
     if over_ranks or has_vectors:
         parts = () if over_ranks else ("recent", "sinks")
         best = IN_ROWS[name] | {option: best[option] for option in parts}
-    if given.get("key_dtype") is not None:
+    if options.get("key_dtype") is not None:
         best["key_scale"] = AUTO
-    if given.get("value_dtype") is not None:
+    if options.get("value_dtype") is not None:
         best.pop("value_rotation", None)
-    if given.get("window") is not None:
+    if options.get("window") is not None:
         best.pop("sinks", None)
-    for option, value in given.items():
+    for option, value in options.items():
         if option != "dtype" and (value is not None or option == "key_scale"):
             best[option] = value
     return best

@@ -53,14 +53,14 @@ KEY_VECTORS = ("key_offset", "key_scale")
 PART_OPTIONS = ("recent", "sinks", "recent_dtype")
 
 
-def storage_of(call: str, given: Mapping[str, Any], without: Collection[str] = ()) -> Storage:
+def storage_of(call: str, options: Mapping[str, Any], without: Collection[str] = ()) -> Storage:
     """The storage that ``call(**given)`` asks for, which has no options of these names."""
-    for name in given:
+    for name in options:
         if name not in NAMES or name in without:
             raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
-    if any(given.get(name) is not None for name in ("key_dtype", *KEY_VECTORS)):
-        given = by_name(given)  # keys are perhaps in rows then; else each layer's config asks
-    return Storage(**given)
+    if any(options.get(name) is not None for name in ("key_dtype", *KEY_VECTORS)):
+        options = by_name(options)  # keys are perhaps in rows then; else each layer's config asks
+    return Storage(**options)
 
 
 def shows_storage(*without: str) -> Callable[[_Function], _Function]:
@@ -68,10 +68,12 @@ def shows_storage(*without: str) -> Callable[[_Function], _Function]:
 
     def decorated(function: _Function) -> _Function:
         own = inspect.signature(function)
-        shown = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        for name, each in inspect.signature(Storage).parameters.items():
+        shown = [
+            option for option in own.parameters.values() if option.kind is not option.VAR_KEYWORD
+        ]
+        for name, option in inspect.signature(Storage).parameters.items():
             if name not in own.parameters and name not in without:
-                shown.append(each.replace(kind=each.KEYWORD_ONLY))
+                shown.append(option.replace(kind=option.KEYWORD_ONLY))
         function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
         return function
 

@@ -123,7 +123,7 @@ class RowMark(NamedTuple):
         copies = ([] if self.last is None else [self.last]) + (
             [] if self.rows is None else [self.rows.arrays]
         )
-        return sum(array.nbytes for one in copies for array in one)
+        return sum(array.nbytes for slabs in copies for array in slabs)
 
 
 def mark_of_row(store: LayerStore) -> RowMark:
@@ -133,7 +133,7 @@ def mark_of_row(store: LayerStore) -> RowMark:
         since = held.num_dropped + held.num_tokens - kept_rows(store.config)
         last = memory.Slabs(*map(np.array, held.parts.since(since).last))
     if store.key_rule.is_open(store.key_map, store.end()):
-        tokens = memory.Slabs(*(each.copy() for each in held.tokens))
+        tokens = memory.Slabs(*(slab.copy() for slab in held.tokens))
         rows = PartContents(tokens, held.key_map)
     return RowMark(held.num_tokens, last, rows)
 

@@ -70,7 +70,7 @@ class KvLayer(ConfigFacts):
         **storage: object,
     ) -> None:
         """Make an empty layer; the class tells of the parameters."""
-        given = storage_of(type(self).__name__, storage, without=("dtype", "key_dtype"))
+        options = storage_of(type(self).__name__, storage, without=("dtype", "key_dtype"))
         config = checks.layer_config(
             capacity=capacity,
             num_kv_heads=num_kv_heads,
@@ -78,10 +78,10 @@ class KvLayer(ConfigFacts):
             value_head_dim=value_head_dim,
             window=window,
             rows=first_rows(None),
-            **replace(given, dtype=self._dtype).of_layers(),
+            **replace(options, dtype=self._dtype).of_layers(),
         )
-        offset = checks.as_key_offset(given.key_offset, config)
-        scale = checks.as_key_scale(given.key_scale, config)
+        offset = checks.as_key_offset(options.key_offset, config)
+        scale = checks.as_key_scale(options.key_scale, config)
         self._store = copies.new_store(self._store_type, config, offset, scale)
 
     # ---- tokens in -------------------------------------------------------------------------------

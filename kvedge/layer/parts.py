@@ -107,12 +107,12 @@ class Parts(NamedTuple):
 
 
 def _rows(slabs: Slabs, start: int, stop: int) -> Slabs:
-    return Slabs(*(each[start:stop] for each in slabs))
+    return Slabs(*(slab[start:stop] for slab in slabs))
 
 
-def concatenated(one: Slabs, other: Slabs) -> Slabs:
+def concatenated(slabs: Slabs, other: Slabs) -> Slabs:
     """The rows of both."""
-    return Slabs(*(np.concatenate(pair) for pair in zip(one, other, strict=True)))
+    return Slabs(*(np.concatenate(pair) for pair in zip(slabs, other, strict=True)))
 
 
 def kept_rows(config: LayerConfig) -> int:
@@ -200,18 +200,18 @@ def contents_of(
     since = start // RUN * RUN if config.in_runs else start  # runs need those before it
     since = max(since, max(end, held.num_dropped + held.num_tokens) - kept_rows(config))
     of_last = slice(min(stop, max(0, since - parts.last_at)), stop)
-    made = [
+    contents = [
         PartContents(Slabs(*(array[rows] for array in arrays)), NO_MAP)
         for arrays, rows in ((first, of_first), (last, of_last))
     ]
     if parts.runs is not None:
-        begin = end - len(made[1].arrays.key_codes)
+        begin = end - len(contents[1].arrays.key_codes)
         rows = (start - parts.runs_at, runs_end(end, begin) - parts.runs_at)
         arrays = memory.rows_of(parts.runs, config.run, *rows)
-        made.append(PartContents(arrays, held.key_map))
+        contents.append(PartContents(arrays, held.key_map))
     if copy:
-        made = [each._replace(arrays=Slabs(*map(np.array, each.arrays))) for each in made]
-    return tuple(made)
+        contents = [part._replace(arrays=Slabs(*map(np.array, part.arrays))) for part in contents]
+    return tuple(contents)
 
 
 def parts_of_contents(
@@ -255,13 +255,13 @@ def parts_of_today(config: LayerConfig, parts: Sequence[PartContents]) -> tuple[
     if config_of_today(config) is config:
         return tuple(parts)
     own = config.part_config
-    made = []
+    converted = []
     for arrays, key_map in parts[:2]:
         keys = key_map.from_stored(decoded(own, arrays, False))
         values = decoded(own, arrays, True)
         slabs = encoded(config_of_today(config).part_config, NO_MAP, keys, values)
-        made.append(PartContents(slabs, NO_MAP))
-    return (*made, *parts[2:])
+        converted.append(PartContents(slabs, NO_MAP))
+    return (*converted, *parts[2:])
 
 
 # ---- where tokens are read -----------------------------------------------------------------------
@@ -334,7 +334,7 @@ def kept(parts: Parts, start: int, indices: np.ndarray) -> Parts:
     held = []
     for arrays, at in ((parts.first, parts.first_at), (parts.last, parts.last_at)):
         those = positions[(at <= positions) & (positions < at + len(arrays.key_codes))]
-        held.append(Slabs(*(each[those - at] for each in arrays)))
+        held.append(Slabs(*(slab[those - at] for slab in arrays)))
         if at == parts.first_at and len(those) and positions[0] != those[0]:
             held[-1] = _rows(held[-1], 0, 0)
     end = start + len(positions)
@@ -358,15 +358,15 @@ def evicted(
         max(parts.first_at + len(parts.first.key_codes) - start, 0),
     )
     at = start - parts.first_at
-    made = parts._replace(first=_rows(parts.first, at, at + sinks), first_at=start + gone)
+    rest = parts._replace(first=_rows(parts.first, at, at + sinks), first_at=start + gone)
     if parts.runs is None:
-        return made
+        return rest
     form = config.run
     runs = (indices[..., ::RUN] + start - parts.runs_at) // RUN
     held = runs_end(start + num_tokens, parts.last_at) - parts.runs_at
     runs = runs[..., runs.max(axis=tuple(range(runs.ndim - 1))) < -(-held // RUN)]
     rows = memory.rows_of_runs(parts.runs, form, runs)
-    return made._replace(runs=rows, runs_at=start + gone)
+    return rest._replace(runs=rows, runs_at=start + gone)
 
 
 def put(
@@ -382,10 +382,10 @@ def put(
     assert parts.runs is not None
     refuse(config, key_map, keys, values)
     apart = encoded(own, NO_MAP, keys, values)
-    made = encoded(form, key_map, decoded(own, apart, False), decoded(own, apart, True))
+    codes = encoded(form, key_map, decoded(own, apart, False), decoded(own, apart, True))
     arrays = Slabs(*map(np.array, parts.runs))
     at = position - parts.runs_at
-    for rows, new in zip(memory.rows_of(arrays, form, at, at + len(keys)), made, strict=True):
+    for rows, new in zip(memory.rows_of(arrays, form, at, at + len(keys)), codes, strict=True):
         rows[...] = new
     sides = []
     for begin, stored in ((parts.first_at, parts.first), (parts.last_at, parts.last)):

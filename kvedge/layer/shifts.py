@@ -122,7 +122,7 @@ def _may_overflow(store: LayerStore, turn: Turn, start: int, stop: int) -> bool:
         keys = np.empty(config.rows_shape(False, stop - start), np.float32)
         store.dequantize(held, False, start - held.num_dropped, stop - held.num_dropped, keys)
         body = config.run if config.in_runs else config
-        limits = (each.key_format.limit(each.key_rows) for each in (body, config.part_config))
+        limits = (stored.key_format.limit(stored.key_rows) for stored in (body, config.part_config))
         if held.key_map.is_plain:
             return 1.02 * SQRT2 * float(np.abs(keys).max(initial=0.0)) > min(limits)
         return True

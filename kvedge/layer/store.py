@@ -180,7 +180,7 @@ class SavedRows(NamedTuple):
         if start >= stop:
             return None
         rows = rows_of(Slabs(*store.arrays()[:4]), form, start, stop)
-        return cls(start, rows, Slabs(*(each.copy() for each in rows)))
+        return cls(start, rows, Slabs(*(slab.copy() for slab in rows)))
 
     def put_back(self) -> None:
         """Let the rows be as they were."""
@@ -193,22 +193,22 @@ _Store = TypeVar("_Store", bound=LayerStore)
 
 def plain_store(kind: type[_Store], config: LayerConfig) -> _Store:
     """An empty store whose keys have no map, and nothing decides one."""
-    made = kind()
-    made.open(config)
-    return made
+    store = kind()
+    store.open(config)
+    return store
 
 
 def scratch_store(store: _Store, tokens: int, key_map: KeyMap) -> _Store:
     """An empty store of the rows of another, with room for some tokens, to encode them in."""
-    made = plain_store(type(store), replace(store.config.plain, capacity=tokens))
-    made.set_key_map(key_map)
-    return made
+    scratch = plain_store(type(store), replace(store.config.plain, capacity=tokens))
+    scratch.set_key_map(key_map)
+    return scratch
 
 
 def rows_alone(store: _Store) -> _Store:
     """A store without first and last tokens apart, over the same slabs, from their row 0 on."""
-    held, made = store.held(), type(store)()
-    made.open(store.config.plain, held.slabs)
-    made.set_key_map(held.key_map)
-    made.holding(held.start + held.num_tokens, 0)()
-    return made
+    held, alone = store.held(), type(store)()
+    alone.open(store.config.plain, held.slabs)
+    alone.set_key_map(held.key_map)
+    alone.holding(held.start + held.num_tokens, 0)()
+    return alone

@@ -162,8 +162,8 @@ class ConvState(RecurrentState):
             one_of(activation, "activation", ("silu",))
         threads = self._threads(num_threads)
         target = self._target(out, (channels,), tokens, {"x": x, "weight": weight, "bias": bias})
-        given = {"x": rows, "weight": weights, "bias": added}
+        inputs = {"x": rows, "weight": weights, "bias": added}
         out_rows = self._with_axes(target.rows, tokens)
-        self._run("conv_extend", given, activation is not None, out_rows, threads)
+        self._run("conv_extend", inputs, activation is not None, out_rows, threads)
         result: Floats = target.finish()
         return result

@@ -202,8 +202,8 @@ class DeltaState(RecurrentState):
         threads = self._threads(num_threads)
         reads = {"query": query, "key": key, "value": value, "gate": gate, "beta": beta}
         target = self._target(out, of_value, tokens, reads)
-        given = {"query": q, "key": k, "value": v, "gate": g, "beta": b}
+        inputs = {"query": q, "key": k, "value": v, "gate": g, "beta": b}
         out_rows = self._with_axes(target.rows, tokens)
-        self._run("delta_extend", given, out_rows, factor, normalize, threads, sign={"gate": 1})
+        self._run("delta_extend", inputs, out_rows, factor, normalize, threads, sign={"gate": 1})
         result: Floats = target.finish()
         return result

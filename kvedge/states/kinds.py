@@ -46,20 +46,20 @@ def states_of_kinds(
         It is no text of such states.
     """
     known = dict(configs)
-    made: dict[int, StateLayer] = {}
+    states: dict[int, StateLayer] = {}
     try:
         for number, (name, *arguments) in json.loads(text).items():
             kind, config = _KINDS[name], known[int(number)]
             ((dtype,), (shape,)) = config.dtypes, config.shapes
             options = dict(zip(_ARGUMENTS[kind], arguments, strict=True))
-            made[int(number)] = kind(
+            states[int(number)] = kind(
                 **options, dtype=dtype, array=np.zeros(shape, STATE_TYPES[dtype])
             )
-        good = text == kinds_text(made.items()) and all(
-            state.names == known[number].names for number, state in made.items()
+        good = text == kinds_text(states.items()) and all(
+            state.names == known[number].names for number, state in states.items()
         )
     except (KvedgeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidArgumentError(f"{type(error).__name__}: {error}") from error
     if not good:
         raise InvalidArgumentError("they are not as kvedge writes them")
-    return made
+    return states

@@ -67,8 +67,8 @@ class StateConfig(NamedTuple):
         return sum(n * math.prod(shape) for n, shape in zip(items, self.shapes, strict=True))
 
     def __str__(self) -> str:
-        each = zip(self.names, self.shapes, self.dtypes, strict=True)
-        return ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in each)
+        arrays = zip(self.names, self.shapes, self.dtypes, strict=True)
+        return ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in arrays)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -198,7 +198,7 @@ class StateLayer:
         DtypeMismatchError, ShapeMismatchError, NonFiniteInputError
             Nothing has changed.
         """
-        given = {}
+        copies = {}
         for name, array in arrays.items():
             if name not in self._arrays:
                 raise InvalidArgumentError(
@@ -215,9 +215,9 @@ class StateLayer:
                 )
             check_finite(memory, name, kind)
             # It may be a view of an array that is written before it.
-            shares = any(np.may_share_memory(memory, each) for each in self._arrays.values())
-            given[name] = memory.copy() if shares else memory
-        for name, memory in given.items():
+            shares = any(np.may_share_memory(memory, kept) for kept in self._arrays.values())
+            copies[name] = memory.copy() if shares else memory
+        for name, memory in copies.items():
             np.copyto(self._arrays[name], memory)
 
     def advance(self, n: int = 1) -> None:
@@ -316,7 +316,7 @@ class StateLayer:
         if (self._config, self._position) != (other._config, other._position):
             return False
         pairs = zip(self._arrays.values(), other._arrays.values(), strict=True)
-        return all(np.array_equal(bits_of(one), bits_of(two)) for one, two in pairs)
+        return all(np.array_equal(bits_of(mine), bits_of(two)) for mine, two in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -416,10 +416,10 @@ def check_finite(array: np.ndarray, name: str, dtype: str) -> None:
 
 def _dtypes(arrays: Mapping[str, Any], dtype: object) -> dict[str, str | None]:
     """What is said of the type of each array."""
-    given: Mapping[str, object] = (
+    kinds: Mapping[str, object] = (
         dtype if isinstance(dtype, Mapping) else dict.fromkeys(arrays, dtype)
     )
-    for name, kind in given.items():
+    for name, kind in kinds.items():
         if name not in arrays:
             raise InvalidArgumentError(f"dtype names {checks.describe(name)}, which is no array")
         if kind is not None and (not isinstance(kind, str) or kind not in STATE_TYPES):
@@ -427,7 +427,7 @@ def _dtypes(arrays: Mapping[str, Any], dtype: object) -> dict[str, str | None]:
                 f"dtype of {name} must be one of {', '.join(STATE_TYPES)}, not "
                 f"{checks.describe(kind)}"
             )
-    return {name: given.get(name) for name in arrays}  # type: ignore[misc]
+    return {name: kinds.get(name) for name in arrays}  # type: ignore[misc]
 
 
 def _memory_of(array: Any, name: str, dtype: str | None) -> tuple[np.ndarray, str]:

@@ -184,8 +184,8 @@ class MambaState(RecurrentState):
         past = None if D is None else as_float32(D, "D", shape=(heads,))
         threads = self._threads(num_threads)
         target = self._target(out, of_x, tokens, {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D})
-        given = {"x": rows, "dt": times, "A": rates, "B": b, "C": c, "D": past}
+        inputs = {"x": rows, "dt": times, "A": rates, "B": b, "C": c, "D": past}
         out_rows = self._with_axes(target.rows, tokens)
-        self._run("mamba_extend", given, out_rows, threads, sign={"dt": -1, "A": 1})
+        self._run("mamba_extend", inputs, out_rows, threads, sign={"dt": -1, "A": 1})
         result: Floats = target.finish()
         return result
