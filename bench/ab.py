@@ -101,14 +101,14 @@ def make_layers(shape: Shape) -> list[Any]:
 
 def serve() -> None:
     """Answer each name of a shape with the seconds of one call; keep only the last one's layers."""
-    made: str | None = None
+    shape_name: str | None = None
     layers: list[Any] = []
     for line in sys.stdin:
         name = line.strip()
         shape = SHAPES[name]
-        if name != made:
+        if name != shape_name:
             layers.clear()
-            layers, made = make_layers(shape), name
+            layers, shape_name = make_layers(shape), name
         query = np.random.default_rng(1).standard_normal(
             (shape.rows, shape.heads, shape.dim), dtype=np.float32
         )

@@ -84,7 +84,7 @@ def errors(
 
 def largest(found: list[dict[str, float]]) -> dict[str, str]:
     """The largest of each kind of error, as text."""
-    return {kind: f"{max(each[kind] for each in found):.1e}" for kind in found[0]}
+    return {kind: f"{max(row[kind] for row in found):.1e}" for kind in found[0]}
 
 
 def print_precision() -> None:

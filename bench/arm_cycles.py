@@ -158,9 +158,9 @@ def build(compiler: list[str], csrc: Path, folder: Path) -> Path:
     options = ["-std=c11", "-O3", "-fno-wrapv", "-pthread", f"-I{csrc}"]
 
     def compile_one(source: Path) -> str:
-        made = folder / (str(source).replace("/", "_") + ".o")
-        subprocess.run([*compiler, *options, "-c", source, "-o", made], check=True)
-        return str(made)
+        object_file = folder / (str(source).replace("/", "_") + ".o")
+        subprocess.run([*compiler, *options, "-c", source, "-o", object_file], check=True)
+        return str(object_file)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, [*csrc.rglob("*.c"), HERE / "arm_cycles.c"]))

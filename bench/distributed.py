@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, output: Output) -> dict[str, Any]:
                 report["cases"].append(_case(shape, context, samplers, run.samples(samplers)))
     finally:
         ranks.close()
-    report["models"] = [each for shape in shapes if (each := _model(report["cases"], shape))]
+    report["models"] = [model for shape in shapes if (model := _model(report["cases"], shape))]
     return report
 
 
@@ -199,7 +199,7 @@ def _model(cases: Sequence[Mapping[str, Any]], shape: AttentionShape) -> dict[st
         "context": longest,
         "estimates": [],
     }
-    one = line.at(longest * bytes_per_token)
+    one_machine = line.at(longest * bytes_per_token)
     for link, (latency, bits) in LINKS.items():
         exchange = loopback + latency + 8 * sent / bits
         found["estimates"].append(
@@ -208,7 +208,7 @@ def _model(cases: Sequence[Mapping[str, Any]], shape: AttentionShape) -> dict[st
                 "exchange_seconds": exchange,
                 # fixed + C b = fixed + C b / 2 + exchange
                 "pays_from": round(2 * exchange / (line.slope * bytes_per_token)),
-                "one_machine_seconds": one,
+                "one_machine_seconds": one_machine,
                 "two_machines_seconds": line.at(longest * bytes_per_token / 2) + exchange,
             }
         )
@@ -254,7 +254,7 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
 
 def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     context = f"{case['context']:,}"
-    one = next((each["attend"]["median"] for each in case["results"] if each["ranks"] == 1), None)
+    alone = next((row["attend"]["median"] for row in case["results"] if row["ranks"] == 1), None)
     for result in case["results"]:
         whole, messages = result["attend"]["median"], result.get("messages")
         transport = max(0.0, 1 - result["local"]["median"] / whole)
@@ -266,7 +266,7 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
             microseconds(result["local"]["median"]),
             "" if messages is None else microseconds(messages["median"]),
             "" if messages is None else percent(transport),
-            "" if one is None else f"{whole / one:.2f}",
+            "" if alone is None else f"{whole / alone:.2f}",
             format_size(result["part_bytes"]),
             str(result["attend"]["count"]),
         )
@@ -288,15 +288,15 @@ def _title(model: Mapping[str, Any]) -> str:
 
 
 def _estimate_rows(model: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    for each in model["estimates"]:
-        one, two = each["one_machine_seconds"], each["two_machines_seconds"]
+    for estimate in model["estimates"]:
+        one_machine, two = estimate["one_machine_seconds"], estimate["two_machines_seconds"]
         yield (
-            f"a second machine over {each['link']}",
-            microseconds(each["exchange_seconds"]),
-            f"{each['pays_from']:,}",
-            microseconds(one),
+            f"a second machine over {estimate['link']}",
+            microseconds(estimate["exchange_seconds"]),
+            f"{estimate['pays_from']:,}",
+            microseconds(one_machine),
             microseconds(two),
-            f"{two / one:.2f}",
+            f"{two / one_machine:.2f}",
         )
 
 

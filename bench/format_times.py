@@ -37,21 +37,21 @@ def layers_of(choice, shape, rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=[each.name for each in SHAPES], default="Llama-3.2-1B")
+    parser.add_argument("--shape", choices=[known.name for known in SHAPES], default="Llama-3.2-1B")
     parser.add_argument("--context", type=int, default=32768, help="tokens")
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--asks", type=int, default=5, help="turns of each")
     options = parser.parse_args()
-    shape = next(each for each in SHAPES if each.name == options.shape)
+    shape = next(known for known in SHAPES if known.name == options.shape)
     rng = np.random.default_rng(0)
     size = (options.context, shape.num_kv_heads, shape.head_dim)
     rows = rng.standard_normal(size, dtype=np.float32)
     query = rng.standard_normal((shape.num_heads, shape.head_dim), dtype=np.float32)
     choices = parse_choices(["float16", *options.formats])
-    made = {choice.name: layers_of(choice, shape, rows) for choice in choices}
-    times = {name: [] for name in made}
+    layers_of_choice = {choice.name: layers_of(choice, shape, rows) for choice in choices}
+    times = {name: [] for name in layers_of_choice}
     for _ in range(options.asks):
-        for name, layers in made.items():
+        for name, layers in layers_of_choice.items():
             for layer in layers:
                 start = time.perf_counter()
                 layer.attend(query, num_threads=1)

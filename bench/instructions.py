@@ -143,12 +143,12 @@ def count_all(stepped: list[str]) -> dict[str, float]:
         for isa in COUNTED:
             for case in CASES:
                 _, num_kv_heads, head_dim = case.shape
-                given = APPEND_TOKENS * 2 * num_kv_heads * head_dim * 4  # keys and values
+                given_bytes = APPEND_TOKENS * 2 * num_kv_heads * head_dim * 4  # keys and values
                 attend, stored = count(program, isa, case, NUM_TOKENS, "kvedge_attend")
                 counts[f"attend {isa} {case.name}"] = round(attend / stored, 4)
                 if case.rows == 1:
                     append, _ = count(program, isa, case, APPEND_TOKENS, "kvedge_layer_append")
-                    counts[f"append {isa} {case.name}"] = round(append / given, 4)
+                    counts[f"append {isa} {case.name}"] = round(append / given_bytes, 4)
         for isa in stepped:
             for case in OF_SMALL:
                 ran, stored, attend = run(program, isa, case).split()
@@ -214,13 +214,13 @@ def count(program: Path, isa: str, case: Case, tokens: int, function: str) -> tu
 def compare(counts: dict[str, float], record: dict[str, float]) -> list[str]:
     """Print the counts beside the record; return the names of those that grew too much."""
     grown, rows = [], []
-    for name, now in counts.items():
+    for name, count in counts.items():
         before = record.get(name)
         if before is None:
-            rows.append((name, f"{now:.3f}", "", ""))
+            rows.append((name, f"{count:.3f}", "", ""))
             continue
-        rows.append((name, f"{now:.3f}", f"{before:.3f}", f"{now / before - 1:+.1%}"))
-        if now > before * (1 + TOLERANCE):
+        rows.append((name, f"{count:.3f}", f"{before:.3f}", f"{count / before - 1:+.1%}"))
+        if count > before * (1 + TOLERANCE):
             grown.append(name)
     Output().table("instructions per byte", ("", ">now", ">record", ">change"), rows)
     return grown

@@ -164,8 +164,8 @@ def _blocks(
     workload: Workload, numbers: _Numbers, copies: int, batch: int, *, shuffled: bool
 ) -> Callable[[int], object]:
     shape = workload.shape
-    each = workload.context // batch
-    num_blocks = batch * -(-each // numbers.block_size)
+    of_sequence = workload.context // batch
+    num_blocks = batch * -(-of_sequence // numbers.block_size)
     rng = np.random.default_rng(_SEED)
     filled = []
     for _ in range(copies):
@@ -183,7 +183,7 @@ def _blocks(
         cache = kvedge.PagedKvCache(pool)
         seqs = [cache.new_sequence() for _ in range(batch)]
         for i, seq in enumerate(seqs):
-            part = slice(i * each, (i + 1) * each)
+            part = slice(i * of_sequence, (i + 1) * of_sequence)
             cache.append(seq, 0, workload.keys[part], workload.values[part])
         filled.append((cache, seqs))
     queries = np.stack([workload.query] * batch)

@@ -70,10 +70,10 @@ def kvedge_layer(intake: Intake) -> Step:
     layer = kvedge.QuantizedKvLayer(
         intake.tokens * intake.places, shape.num_kv_heads, shape.head_dim
     )
-    one = intake.tokens == 1
-    store = layer.push if one else layer.extend
+    single = intake.tokens == 1
+    store = layer.push if single else layer.extend
     pairs = [
-        (keys[0], values[0]) if one else (keys, values)
+        (keys[0], values[0]) if single else (keys, values)
         for keys, values in (intake.pair(i) for i in range(intake.places))
     ]
 

@@ -202,7 +202,9 @@ def measure(options: argparse.Namespace, saved: dict) -> None:
 
 
 def wanted(options: argparse.Namespace, names, rows: dict) -> list[str]:
-    asked = [name for name in names if any(fnmatch.fnmatch(name, one) for one in options.rows)]
+    asked = [
+        name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in options.rows)
+    ]
     return [name for name in asked if options.again or name not in rows]
 
 
@@ -251,9 +253,9 @@ def measure_tuned(options, model, prose, code) -> list[dict]:
     learned = learn(subject, prose, window=window, chunk=TUNE_CHUNK, track=tell)
     found = [learned.choose(bits=bits) for bits in options.tune]
     policies = {}
-    for bits, each in zip(options.tune, found, strict=True):
-        policies[f"{bits:g}"] = each.policy
-        policies[each.uniform] = each.uniform_result.choice.cache_options["policy"]
+    for bits, found_policy in zip(options.tune, found, strict=True):
+        policies[f"{bits:g}"] = found_policy.policy
+        policies[found_policy.uniform] = found_policy.uniform_result.choice.cache_options["policy"]
     choices = [CacheChoice(name, "kivi8", {"policy": policy}) for name, policy in policies.items()]
     choices += parse_choices(["small"])
     _, *results = evaluate(subject, code, choices, window=window, chunk=TUNE_CHUNK)
@@ -262,14 +264,14 @@ def measure_tuned(options, model, prose, code) -> list[dict]:
         {
             "tokens": window,
             "bits": bits,
-            "policy_bits": each.bits_per_value,
+            "policy_bits": found_policy.bits_per_value,
             "policy_kl": kl[f"{bits:g}"],
-            "single": each.uniform,
-            "single_bits": each.uniform_bits,
-            "single_kl": kl[each.uniform],
+            "single": found_policy.uniform,
+            "single_bits": found_policy.uniform_bits,
+            "single_kl": kl[found_policy.uniform],
             "kivi4_kl": kl["small"],
         }
-        for bits, each in zip(options.tune, found, strict=True)
+        for bits, found_policy in zip(options.tune, found, strict=True)
     ]
 
 
@@ -344,7 +346,10 @@ def pieces_table(saved: dict) -> str:
     read = {}  # by column, and by row
     for window, chunk, models in [
         (saved["window"], saved["chunk"], saved["rows"]),
-        *((*map(int, name.replace(",", "").split()), one) for name, one in saved["read"].items()),
+        *(
+            (*map(int, name.replace(",", "").split()), result)
+            for name, result in saved["read"].items()
+        ),
     ]:
         for model, texts in models.items():
             for text, rows in texts.items():

@@ -114,8 +114,8 @@ def _normal(like: Sequence[LayerRows]) -> list[LayerRows]:
         return rng.standard_normal(rows.shape, np.float32)
 
     return [
-        LayerRows(normal(one.keys), normal(one.values), normal(one.queries))
-        for one in like[:_NORMAL_LAYERS]
+        LayerRows(normal(layer_rows.keys), normal(layer_rows.values), normal(layer_rows.queries))
+        for layer_rows in like[:_NORMAL_LAYERS]
     ]
 
 
@@ -128,13 +128,15 @@ def _measure_case(run: Run, rows: Sequence[LayerRows], num_threads: int) -> dict
     layers = []
     for _ in range(copies):
         layers.append([kvedge.QuantizedKvLayer(context, num_kv_heads, head_dim) for _ in rows])
-        for layer, one in zip(layers[-1], rows, strict=True):
-            layer.extend(one.keys, one.values)
+        for layer, layer_rows in zip(layers[-1], rows, strict=True):
+            layer.extend(layer_rows.keys, layer_rows.values)
     n = run.options.new_tokens
     queries = [
         [
-            np.ascontiguousarray(one.queries[at] if n == 1 else one.queries[at : at + n])
-            for one in rows
+            np.ascontiguousarray(
+                layer_rows.queries[at] if n == 1 else layer_rows.queries[at : at + n]
+            )
+            for layer_rows in rows
         ]
         for at in range(_ROWS)
     ]

@@ -117,8 +117,8 @@ class Steps:
         if layer.kind == "conv":
             options["activation"] = "silu"
         shape = self.inputs["value" if "value" in self.inputs else "x"].shape
-        given = {**self.inputs, **options, "out": np.empty(shape, np.float32)}
-        return lambda number: states[number](**given)
+        arguments = {**self.inputs, **options, "out": np.empty(shape, np.float32)}
+        return lambda number: states[number](**arguments)
 
     def _state(self, array: np.ndarray) -> Any:
         layer = self.layer
@@ -131,8 +131,8 @@ class Steps:
     def memory(self) -> Step:
         """Read every byte of a state and write it: one pass of NumPy's, on one thread."""
         plain = [array.reshape(-1).view(np.float32) for array in self.states]
-        one = np.float32(1.0)
-        return lambda number: np.multiply(plain[number], one, out=plain[number])
+        factor = np.float32(1.0)
+        return lambda number: np.multiply(plain[number], factor, out=plain[number])
 
     def torch(self) -> Step:
         """Transformers' functions, with what its cache does to the state; on torch's threads."""
@@ -145,8 +145,8 @@ class Steps:
         held = torch.float32 if self.layer.kind != "conv" else dtype
         shape = self.states[0].shape
         self.torch_states = [torch.randn((1, *shape)).to(held) for _ in self.states]
-        made = {"mamba": self._torch_mamba, "conv": self._torch_conv}
-        step = made.get(self.layer.kind, self._torch_delta)()
+        steps = {"mamba": self._torch_mamba, "conv": self._torch_conv}
+        step = steps.get(self.layer.kind, self._torch_delta)()
 
         def run(number: int) -> object:
             with torch.inference_mode():

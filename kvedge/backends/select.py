@@ -98,9 +98,9 @@ def _other_libraries() -> str:
     return f" (another C library is loaded already: {', '.join(others)})" if others else ""
 
 
-def _same_file(one: str, other: os.PathLike[str]) -> bool:
+def _same_file(path: str, other: os.PathLike[str]) -> bool:
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(path, other)
     except OSError:
         return False
 

@@ -99,8 +99,8 @@ def measure_bandwidth(conditions: Conditions, num_threads: int) -> list[dict[str
 def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print the machine, one table per shape and number of threads, and a summary."""
     rows = [
-        (str(one["num_threads"]), format_rate(one["bytes_per_second"]))
-        for one in report["read_bandwidth"]
+        (str(row["num_threads"]), format_rate(row["bytes_per_second"]))
+        for row in report["read_bandwidth"]
     ]
 
     def title(case: Mapping[str, Any]) -> str:
@@ -175,7 +175,7 @@ def _rows(case: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 def _summary(case: Mapping[str, Any]) -> Sequence[str]:
     own, *others = case["results"]
-    peers = [one for one in others if not one["name"].startswith("kvedge-")]
+    peers = [result for result in others if not result["name"].startswith("kvedge-")]
     shape = case["shape"]
     name = shape["name"] or f"{shape['num_heads']},{shape['num_kv_heads']},{shape['head_dim']}"
     best = min(peers, key=lambda peer: peer["seconds"]["median"], default=None)

@@ -64,7 +64,9 @@ def add_cases(
 def add_shapes(group: argparse._ArgumentGroup, default: Sequence[AttentionShape] = SHAPES) -> None:
     """Add ``--shape``."""
     every = ", ".join(shape.name for shape in SHAPES)
-    usual = "all of them" if tuple(default) == SHAPES else ", ".join(one.name for one in default)
+    usual = (
+        "all of them" if tuple(default) == SHAPES else ", ".join(preset.name for preset in default)
+    )
     group.add_argument(
         "--shape",
         type=parse_shape,
@@ -189,14 +191,16 @@ def chosen_variants(options: argparse.Namespace) -> list[KvedgeLayer]:
 
     names = [name for name in DTYPES if name != "int8"]
     words = options.formats or ()
-    choices = parse_choices(each for word in words for each in (names if word == "all" else [word]))
+    choices = parse_choices(
+        variant for word in words for variant in (names if word == "all" else [word])
+    )
     of_layers = inspect.signature(layer_config).parameters
     for choice in choices:
         if other := [option for option in choice.cache_options if option not in of_layers]:
             raise UsageError(f"--formats {choice.name}: {other[0]} is no option of a single layer")
     formats = [
-        KvedgeLayer(each.name, each.dtype, each.cache_options, each.attention_options)
-        for each in choices
+        KvedgeLayer(variant.name, variant.dtype, variant.cache_options, variant.attention_options)
+        for variant in choices
     ]
     asked = options.options or ()
     variants = [name for name in LOGIT_OPTIONS if name in asked or "all" in asked]

@@ -125,11 +125,11 @@ def _html_table(table: Table) -> str:
     sides = ['class="figure"' if column.startswith(">") else "" for column in table.columns]
 
     def row(tag: str, cells: Iterable[str]) -> str:
-        made = (
+        columns = (
             f"<{tag} {side}>{html.escape(cell)}</{tag}>"
             for cell, side in zip(cells, sides, strict=True)
         )
-        return f"<tr>{''.join(made)}</tr>"
+        return f"<tr>{''.join(columns)}</tr>"
 
     headings = [column.lstrip(">") for column in table.columns]
     head = f"<thead>{row('th', headings)}</thead>" if any(headings) else ""

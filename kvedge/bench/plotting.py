@@ -133,5 +133,5 @@ def style_of(name: str, names: list[str]) -> dict[str, Any]:
     """Return a competitor's colour and line: kvedge stands out, the others keep their colour."""
     if name == "kvedge":
         return {"color": "black", "linewidth": 2.2, "marker": "o", "zorder": 3}
-    others = [one for one in names if one != "kvedge"]
+    others = [other for other in names if other != "kvedge"]
     return {"color": f"C{others.index(name)}", "linewidth": 1.2, "marker": "."}

@@ -70,7 +70,7 @@ def header(
         "machine": asdict(machine),
         "load_average": load,
         "settings": dict(settings),
-        "competitors": {one.name: one.version() for one in competitors},
+        "competitors": {peer.name: peer.version() for peer in competitors},
         "notes": list(notes),
     }
 

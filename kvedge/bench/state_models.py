@@ -146,11 +146,11 @@ class _Call:
         acceleration = accelerate(model) if self._accelerated else None
         # A prompt without logits: torch 2.13 takes seconds for those of its last token in bfloat16.
         called = model if ids.shape[1] == 1 else model.base_model
-        given = {cache_argument(model): cache, "use_cache": True}
+        options = {cache_argument(model): cache, "use_cache": True}
         try:
             with torch.inference_mode():
                 start = time.perf_counter()
-                called(ids, **given)
+                called(ids, **options)
                 return time.perf_counter() - start
         finally:
             if acceleration is not None:

@@ -144,7 +144,7 @@ def print_tables(report: dict[str, Any], output: Output) -> None:
     """Print one table per shape and context."""
     print_header(report, output)
     for (shape, context), cases in by_shape(report["cases"], "context").items():
-        names = list(dict.fromkeys(one["name"] for case in cases for one in case["results"]))
+        names = list(dict.fromkeys(result["name"] for case in cases for result in case["results"]))
         rows = [row for name in names for row in _rows(name, cases)]
         title = f"{shape}; {context:,} tokens, {report['settings']['cache']}; per layer and token"
         output.table(title, _COLUMNS, rows)
@@ -162,7 +162,7 @@ def _of(name: str, cases: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str,
 
 def _rows(name: str, cases: Sequence[Mapping[str, Any]]) -> Iterable[Sequence[str]]:
     results = _of(name, cases)
-    one = results.get(1)
+    single = results.get(1)
     for num_threads, result in results.items():
         idle, busy = result[IDLE], result.get(BUSY)
         yield (
@@ -170,11 +170,11 @@ def _rows(name: str, cases: Sequence[Mapping[str, Any]]) -> Iterable[Sequence[st
             str(num_threads),
             microseconds(idle["median"]),
             plus_minus(idle),
-            f"{one[IDLE]['median'] / idle['median']:.2f}" if one else "",
+            f"{single[IDLE]['median'] / idle['median']:.2f}" if single else "",
             microseconds(busy["median"]) if busy else "",
             plus_minus(busy) if busy else "",
             f"{busy['median'] / idle['median']:.2f}" if busy else "",
-            f"{busy['median'] / one[BUSY]['median']:.2f}" if busy and one else "",
+            f"{busy['median'] / single[BUSY]['median']:.2f}" if busy and single else "",
             str(idle["count"]),
         )
 
@@ -191,7 +191,9 @@ def draw(report: dict[str, Any], figure: Any) -> None:
             results = _of(name, cases)
             for state, line in ((IDLE, "-"), (BUSY, "--")):
                 points = [
-                    (n, one[state]["median"] * 1e6) for n, one in results.items() if state in one
+                    (n, times[state]["median"] * 1e6)
+                    for n, times in results.items()
+                    if state in times
                 ]
                 if points:
                     label = name if state == IDLE else None

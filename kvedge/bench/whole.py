@@ -120,18 +120,18 @@ def written(report: dict[str, Any], suffix: str) -> str:
     if suffix == ".json":
         return json_line(report)
     by_name = {benchmark.NAME: benchmark for benchmark, _, _ in _RUNS}
-    names = [each["benchmark"] for each in report["runs"]]
+    names = [run["benchmark"] for run in report["runs"]]
     if unknown := [name for name in names if name not in by_name]:
         raise CommandError(f"runs of {', '.join(unknown)} are of another version of kvedge")
-    sections = [(by_name[each["benchmark"]], each) for each in report["runs"]]
+    sections = [(by_name[run["benchmark"]], run) for run in report["runs"]]
     title = f"kvedge {report['version']} on {report['machine']['cpu']}, {report['time'][:10]}"
     if suffix == ".html":
         return page.html_page(title, sections, report["notes"])
     parts = [f"# {title}", *(f"- {note}" for note in report["notes"])]
-    for benchmark, each in sections:
-        parts.append(f"```\nkvedge {each['command']}\n```")
-        parts += map(page.markdown_table, page.tables_of(benchmark, each))
-        parts.append("\n".join(f"- {note}" for note in each["notes"]))
+    for benchmark, run in sections:
+        parts.append(f"```\nkvedge {run['command']}\n```")
+        parts += map(page.markdown_table, page.tables_of(benchmark, run))
+        parts.append("\n".join(f"- {note}" for note in run["notes"]))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -203,7 +203,7 @@ class KVCache(ConfigFacts):
             "value_head_dim": value_head_dim,
         }
         asked = {**shape, "num_layers": num_layers, "window": window, "max_seq_len": max_seq_len}
-        ready = taken_over(layers, asked | options.given())
+        ready = taken_over(layers, asked | options.chosen())
         if ready is not None:
             stores = [store_of(layer) for layer in ready if isinstance(layer, KvLayer)]
             limits = [store.config.limit for store in stores if store.config.limit is not None]

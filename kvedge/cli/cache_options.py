@@ -120,9 +120,9 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
     """Refuse options that contradict what a session's cache is; let it evict as they say."""
     if options.evict is not None:
         KvCachePolicy(eviction=options.evict).attach(cache)
-    given = storage.cache_options(options)
-    if "policy" in given:
-        if not _is_stored_by(given["policy"], cache):
+    named = storage.cache_options(options)
+    if "policy" in named:
+        if not _is_stored_by(named["policy"], cache):
             raise UsageError(
                 "--cache: the session's cache is stored otherwise than the policy says"
             )
@@ -141,12 +141,16 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
     held = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
     layers = [held.layer(i) for i in range(held.num_layers)]
     group = options.group_size
-    if group is not None and any(min(group, one.head_dim) != one.group_size for one in layers):
+    if group is not None and any(
+        min(group, layer.head_dim) != layer.group_size for layer in layers
+    ):
         raise UsageError(
             f"--group-size {group}: the session's cache has {stored_as(cache, 'group_size')}"
         )
     for name in ("key_scale", "key_offset"):
-        if getattr(options, name) is not None and all(getattr(one, name) is None for one in layers):
+        if getattr(options, name) is not None and all(
+            getattr(layer, name) is None for layer in layers
+        ):
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} auto: the session's cache has no {name}")
     for name in ("scale_dtype", "value_dtype", "recent", "sinks", "recent_dtype", "value_rotation"):
@@ -163,10 +167,10 @@ def _is_stored_by(policy: LayerPolicy, cache: Any) -> bool:
     if len(configs) != len(policy.layers):
         return False
     layers = [shape_of(held) | own for held, own in zip(configs, policy.layers, strict=True)]
-    made = layer_configs(None, layers, None, {})
+    wanted = layer_configs(None, layers, None, {})
     return all(
         replace(held, capacity=1, limit=None) == replace(new, capacity=1, limit=None)
-        for held, new in zip(configs, made, strict=True)
+        for held, new in zip(configs, wanted, strict=True)
     )
 
 

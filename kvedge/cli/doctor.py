@@ -56,13 +56,13 @@ def run(options: argparse.Namespace, output: Output) -> int:
     failed = [check for check in checks if check.ok is False]
     if options.json:
         facts = info.collect(output, bandwidth=False, broken=broken)
-        print_json({**facts, "passed": not failed, "checks": [asdict(each) for each in checks]})
+        print_json({**facts, "passed": not failed, "checks": [asdict(result) for result in checks]})
     else:
         title = f"kvedge {kvedge.__version__}, {isa['backend']} backend"
         columns = ("check", "path", "result", "what was found", "?>seconds")
         rows = [
-            (each.name, each.isa, _RESULTS[each.ok], each.detail, f"{each.seconds:.1f}")
-            for each in checks
+            (result.name, result.isa, _RESULTS[result.ok], result.detail, f"{result.seconds:.1f}")
+            for result in checks
         ]
         output.table(title, columns, rows)
         print(_verdict(len(failed), len(checks)))
@@ -112,4 +112,4 @@ def _on_path(path: str) -> list[Check]:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         detail = f"the process ended with {how_it_ended(done.returncode)}: {last}"
         return [Check("all", path, False, detail, 0.0)]
-    return [Check(**each) for each in json.loads(done.stdout)]
+    return [Check(**found) for found in json.loads(done.stdout)]

@@ -107,10 +107,10 @@ def _obstacles(options: argparse.Namespace) -> Iterator[str]:
     if options.group is not None:
         yield "it does not run as several processes"
     for name in ("cache", "key_dtype", "value_dtype"):
-        given = getattr(options, name)
-        if given is not None and given not in _CACHES:
+        value = getattr(options, name)
+        if value is not None and value not in _CACHES:
             flag = "--" + name.replace("_", "-")
-            yield f"{flag} {given}: its cache holds {', '.join(_CACHES)}"
+            yield f"{flag} {value}: its cache holds {', '.join(_CACHES)}"
     for name in _OF_NUMPY:
         if getattr(options, name) is not None:
             yield f"--{name.replace('_', '-')} is of kvedge's own cache"
@@ -154,7 +154,7 @@ def load(options: argparse.Namespace, output: Output) -> tuple[str, LlamaModel]:
 def new_cache(options: argparse.Namespace, model: Any) -> Any:
     """Return an empty cache of llama.cpp, as the flags say."""
     keys, values = (
-        given or options.cache or _CACHES[0] for given in (options.key_dtype, options.value_dtype)
+        dtype or options.cache or _CACHES[0] for dtype in (options.key_dtype, options.value_dtype)
     )
     return model.new_cache(keys, value_dtype=values, max_seq_len=options.context)
 

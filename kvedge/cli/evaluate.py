@@ -266,15 +266,15 @@ def _report(
         ],
         "recall": [
             {
-                "name": each.choice.name,
-                "tokens": each.length,
-                "accuracy": each.accuracy,
-                "right": list(each.right),
-                "right_where_float32_is": sum(each.kept),
-                "float32_right": len(each.kept),
-                "nats": each.nats,
+                "name": recall.choice.name,
+                "tokens": recall.length,
+                "accuracy": recall.accuracy,
+                "right": list(recall.right),
+                "right_where_float32_is": sum(recall.kept),
+                "float32_right": len(recall.kept),
+                "nats": recall.nats,
             }
-            for each in recalls
+            for recall in recalls
         ],
     }
 
@@ -361,13 +361,15 @@ def _print_recall(title: str, recalls: list[Recall], output: Output) -> None:
     """Answers that are right, of ten, by length of the text; and float32's that stay right."""
     if not recalls:
         return
-    lengths = list(dict.fromkeys(each.length for each in recalls))
+    lengths = list(dict.fromkeys(recall.length for recall in recalls))
     columns = ("cache", *(f">{length:,} tokens" for length in lengths), ">float32's kept")
     rows = []
-    for name in dict.fromkeys(each.choice.name for each in recalls):
-        own = [each for each in recalls if each.choice.name == name]
-        kept = [answer for each in own for answer in each.kept]
-        cells = [f"{sum(each.right)} of {len(each.right)} ({each.nats:.2f})" for each in own]
+    for name in dict.fromkeys(recall.choice.name for recall in recalls):
+        own = [recall for recall in recalls if recall.choice.name == name]
+        kept = [answer for recall in own for answer in recall.kept]
+        cells = [
+            f"{sum(recall.right)} of {len(recall.right)} ({recall.nats:.2f})" for recall in own
+        ]
         rows.append((name, *cells, f"{sum(kept)} of {len(kept)}"))
     output.table(f"{title}: hidden numbers recalled (and nats an answer)", columns, rows)
 

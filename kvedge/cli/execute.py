@@ -73,7 +73,9 @@ def _linked(library: Path) -> Path:
             f"this system cannot tell when a link to it may go ({error}): install kvedge elsewhere"
         ) from error
     places = filter(llama_cpp.can_be_preloaded, (tempfile.gettempdir(), "/tmp", "/var/tmp"))
-    place = next((each for each in places if os.access(each, os.W_OK | os.X_OK)), None)
+    place = next(
+        (candidate for candidate in places if os.access(candidate, os.W_OK | os.X_OK)), None
+    )
     if place is None:
         raise UsageError(
             f"the system's loader takes {library} apart, at spaces, colons and dollar signs, and "

@@ -24,7 +24,7 @@ def cache_figures(cache: Any) -> dict[str, Any]:
     """
     held = getattr(cache, "part", cache)
     layers = [held.layer(i) for i in range(held.num_layers)]
-    scaled = any(format_of(one).has_scales for c in layers for one in (c.dtype, c.value_dtype))
+    scaled = any(format_of(dtype).has_scales for c in layers for dtype in (c.dtype, c.value_dtype))
     fp32 = len(cache) * (cache.fp32_memory_bytes // cache.capacity)
     ranks = getattr(cache, "num_ranks", None)  # of a ShardedKVCache
     used = cache.used_bytes if ranks is None else cache.total_bytes

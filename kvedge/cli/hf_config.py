@@ -95,7 +95,9 @@ class _Model:
             layers = self._optional(_LAYERS)  # None: a list may tell
         if layers is None:
             lists = (self.config.get(name) for name in _OF_EACH)
-            layers = next((len(each) for each in lists if isinstance(each, list) and each), None)
+            layers = next(
+                (len(listed) for listed in lists if isinstance(listed, list) and listed), None
+            )
         if layers is not None and layers > _MOST_LAYERS:
             raise CommandError(f"{self.file}: {layers} layers, where {_MOST_LAYERS} are the most")
         if layers is not None and self.config.get("model_type") == "longcat_flash":
@@ -139,7 +141,7 @@ class _Model:
         config = self.config
         others = {name: value for name, value in config.items() if name not in lists}
         own = [{name: config[name][i] for name in lists if i < len(config[name])} for i in range(n)]
-        return [_Model(self.name, others | each, self.file) for each in own]
+        return [_Model(self.name, others | layer, self.file) for layer in own]
 
     def _heads(self, decodes: bool) -> int:
         """Query heads."""
@@ -178,8 +180,8 @@ class _Model:
                     " query heads: these are the sizes of the model's own heads"
                 )
             return kv_heads
-        one = config.get("multi_query", config.get("model_type") in _MULTI_QUERY)
-        return 1 if one is True else kv_heads  # Falcon 7B has num_kv_heads 71 and uses 1
+        multi_query = config.get("multi_query", config.get("model_type") in _MULTI_QUERY)
+        return 1 if multi_query is True else kv_heads  # Falcon 7B has num_kv_heads 71 and uses 1
 
     def _latent_attention(self, heads: int) -> tuple[_Shape, _Shape]:
         """Multi-head latent attention (DeepSeek-V2): expanded, and as the latents it projects."""

@@ -71,12 +71,12 @@ def run(options: argparse.Namespace, output: Output) -> int:
         method = facts["read_bandwidth"][0]["method"]
         measured = "measured with the widest loads" if method == "native" else _ESTIMATE
         rows = (
-            (str(one["num_threads"]), format_rate(one["bytes_per_second"]))
-            for one in facts["read_bandwidth"]
+            (str(row["num_threads"]), format_rate(row["bytes_per_second"]))
+            for row in facts["read_bandwidth"]
         )
         output.table(f"memory read bandwidth, {measured}", (">threads", ">speed"), rows)
     if facts["obstacles"]:
-        rows = ((one["what"], one["remedy"]) for one in facts["obstacles"])
+        rows = ((row["what"], row["remedy"]) for row in facts["obstacles"])
         output.table("what stands in the way", ("what", "what to do"), rows)
     return OK
 
@@ -100,7 +100,7 @@ def collect(
     installed = list(filter(packages.is_installed, dict.fromkeys(sum(EXTRAS.values(), ()))))
     broken = why_unusable(installed) if broken is None else broken
     extras = {
-        name: [each for each in modules if each not in installed or each in broken]
+        name: [module for module in modules if module not in installed or module in broken]
         for name, modules in EXTRAS.items()
     }
     return {

@@ -103,31 +103,35 @@ def run(options: argparse.Namespace, output: Output) -> int:
     if options.plot is not None:
         plotting.require(options.plot)
     models = planned_from_options(options)
-    lacking = [one.shape.name for one in models if (options.context or one.shape.context) is None]
+    lacking = [
+        model.shape.name for model in models if (options.context or model.shape.context) is None
+    ]
     if lacking:
         raise UsageError("--context is missing: how many tokens shall the cache hold?")
     ram = options.ram or system.machine().usable_ram_bytes
     if ram is None:
         raise UsageError("--ram is missing: this system does not tell how much memory it has")
-    contexts = [options.context or one.shape.context or 0 for one in models]
+    contexts = [options.context or model.shape.context or 0 for model in models]
     if options.plot is not None:
         pairs = list(zip(models, contexts, strict=True))
         plotting.save_figure(options.plot, lambda figure: plan_plot.draw(pairs, figure))
     if options.json:
-        reports = [_json(one, context, ram) for one, context in zip(models, contexts, strict=True)]
+        reports = [
+            _json(model, context, ram) for model, context in zip(models, contexts, strict=True)
+        ]
         print_json(reports[0] if len(reports) == 1 else {"models": reports})
         return OK
     if len(models) > 1:
         _print_side_by_side(models, contexts, output)
     else:
         _print(models[0], contexts[0], ram, output)
-    for one in models:
-        made_for = one.shape.context
+    for model in models:
+        made_for = model.shape.context
         if made_for is not None:
-            name = "note" if len(models) == 1 else one.shape.name
+            name = "note" if len(models) == 1 else model.shape.name
             output.note(f"{name}: *: beyond the {made_for:,} tokens that the model was made for")
-        for note in one.shape.notes:
-            output.note(f"note: {note}" if len(models) == 1 else f"{one.shape.name}: {note}")
+        for note in model.shape.notes:
+            output.note(f"note: {note}" if len(models) == 1 else f"{model.shape.name}: {note}")
     return OK
 
 
@@ -152,7 +156,7 @@ def _json(model: Planned, context: int, ram: int) -> dict[str, Any]:
         "weights_bytes": model.weights_bytes,
         "loaded_bytes": model.loaded_bytes,
         "peak_bytes": model.peak_bytes,
-        "memory": [asdict(one) for one in model.memory],
+        "memory": [asdict(memory) for memory in model.memory],
         "machines": [asdict(row) for row in plan_machines.rows(model, context)],
         "latent": latent
         and {

@@ -110,12 +110,12 @@ def _print_memory(model: Planned, output: Output) -> None:
         ("backend", "?>its weights", ">loading adds", ">loaded", ">at most while loading"),
         [
             (
-                f"{one.backend}, in use here" if one is model.memory[0] else one.backend,
-                format_size(one.weights_bytes),
-                format_size(one.added_bytes),
-                format_size(one.loaded_bytes),
-                format_size(one.peak_bytes),
+                f"{row.backend}, in use here" if row is model.memory[0] else row.backend,
+                format_size(row.weights_bytes),
+                format_size(row.added_bytes),
+                format_size(row.loaded_bytes),
+                format_size(row.peak_bytes),
             )
-            for one in model.memory
+            for row in model.memory
         ],
     )

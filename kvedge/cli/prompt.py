@@ -51,8 +51,8 @@ def read_prompt(options: argparse.Namespace) -> None:
     options.prompt = text.removesuffix("\n").removesuffix("\r")
 
 
-def _check_utf8(name: str, given: str | list[str] | None) -> None:
-    for text in [given] if isinstance(given, str) else given or ():
+def _check_utf8(name: str, texts: str | list[str] | None) -> None:
+    for text in [texts] if isinstance(texts, str) else texts or ():
         found = re.search("[\ud800-\udfff]", text)  # Python's sign for a byte that is not
         if found is not None:
             raise UsageError(

@@ -145,10 +145,10 @@ def _silent() -> Iterator[None]:
 
 def placement_options(options: argparse.Namespace) -> dict[str, Any]:
     """How the flags place tokens: arguments of a ShardedKVCache."""
-    given: dict[str, Any] = {"weights": options.rank_weights}
+    placement: dict[str, Any] = {"weights": options.rank_weights}
     if options.block_size is not None:
-        given["block_size"] = options.block_size
-    return given
+        placement["block_size"] = options.block_size
+    return placement
 
 
 def new_cache(

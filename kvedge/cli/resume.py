@@ -202,7 +202,7 @@ def _settings(saved: dict[str, Any]) -> dict[str, Any]:
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Tokens that two sequences begin with alike."""
     pairs = zip(first, second, strict=False)
-    same = (index for index, (one, other) in enumerate(pairs) if one != other)
+    same = (index for index, (token, other) in enumerate(pairs) if token != other)
     return next(same, min(len(first), len(second)))
 
 

@@ -139,10 +139,10 @@ def chosen(options: argparse.Namespace, saved: Mapping[str, Any]) -> dict[str, A
     """Take what the options say, else what a session did, else the defaults."""
     found = {}
     for name, default in DEFAULTS.items():
-        given = getattr(options, name)
-        if name == "logit_bias" and given is not None:
-            given = dict(given)
-        found[name] = saved.get(name, default) if given is None else given
+        value = getattr(options, name)
+        if name == "logit_bias" and value is not None:
+            value = dict(value)
+        found[name] = saved.get(name, default) if value is None else value
     return found
 
 
@@ -170,9 +170,9 @@ def note_what_is_idle(
         output.note(f"note: {flags}: of no effect without --temperature above 0")
         return
     for step, names in _FLAGS.items():
-        given = [name for name in names if getattr(options, name) is not None]
-        if given and step not in settings["samplers"]:
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        asked = [name for name in names if getattr(options, name) is not None]
+        if asked and step not in settings["samplers"]:
+            flags = ", ".join("--" + name.replace("_", "-") for name in asked)
             output.note(f"note: {flags}: of no effect, for --samplers does not name {step}")
 
 

@@ -165,10 +165,10 @@ def _threads() -> tuple[bool | None, str]:
     for dtype in ("int8", "float32"):
         cache, _, _ = _filled(dtype, (8, 8, 128, 6000), rng)
         query = rng.standard_normal((4, 16, 128)).astype(np.float32)
-        one = cache.attend(0, query, num_threads=1)
+        on_one = cache.attend(0, query, num_threads=1)
         for _ in range(5):
             all_of_them = cache.attend(0, query, num_threads=count)
-            worst = max(worst, float(np.abs(all_of_them - one).max() / np.abs(one).max()))
+            worst = max(worst, float(np.abs(all_of_them - on_one).max() / np.abs(on_one).max()))
     return worst <= _SAME, f"{count} threads differ from one by {worst:.1e}"
 
 

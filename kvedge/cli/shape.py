@@ -162,7 +162,7 @@ def _planned_from_model(path: str) -> Planned:
     from kvedge.llama.footprint import read_footprint
 
     config, memory, remarks = read_footprint(path)
-    here_first = sorted(memory.values(), key=lambda one: one.backend != kvedge.backend)
+    here_first = sorted(memory.values(), key=lambda entry: entry.backend != kvedge.backend)
     shape = _shape_of(Path(path).name, config)
     shape = replace(shape, notes=(*shape.notes, *remarks))
     size = _size_of_files(path)

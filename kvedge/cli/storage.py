@@ -141,21 +141,21 @@ def cache_options(options: argparse.Namespace, default: StorageDtype = AUTO) -> 
     UsageError
         A flag of formats with scales, and a format without; or a flag beside a policy.
     """
-    given = {name: getattr(options, name) for name in NAMES if name != "dtype"}
-    given = {name: value for name, value in given.items() if value is not None}
+    asked = {name: getattr(options, name) for name in NAMES if name != "dtype"}
+    asked = {name: value for name, value in asked.items() if value is not None}
     if isinstance(options.cache, LayerPolicy):
-        for name in given:
+        for name in asked:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} does not go with a policy, which says how layers are stored")
         return {"policy": options.cache}
     over_ranks = getattr(options, "group", None) is not None
-    made = by_name({"dtype": options.cache or default, **given}, over_ranks=over_ranks)
-    keys, values = (made.get(side, made["dtype"]) for side in ("key_dtype", "value_dtype"))
-    for name in given:
+    resolved = by_name({"dtype": options.cache or default, **asked}, over_ranks=over_ranks)
+    keys, values = (resolved.get(side, resolved["dtype"]) for side in ("key_dtype", "value_dtype"))
+    for name in asked:
         stored = (keys,) if name == "key_offset" else (keys, values)
         of_any = name in ("key_scale", "key_dtype", "value_dtype", "value_rotation", *PART_OPTIONS)
-        if not of_any and not any(format_of(each).has_scales for each in stored):
+        if not of_any and not any(format_of(dtype).has_scales for dtype in stored):
             scaled = " or ".join(form.name for form in FORMATS.values() if form.has_scales)
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is for {scaled}: {stored[0]} has no scales")
-    return made
+    return resolved

@@ -160,7 +160,7 @@ def _figures(found: Tuned) -> dict[str, Any]:
 
 def _print(title: str, found: Tuned, output: Output) -> None:
     rows = []
-    pairs = [_names(one) for one in found.policy.layers]
+    pairs = [_names(storage) for storage in found.policy.layers]
     for what, at in (("keys", 0), ("values", 1)):
         layers: dict[str, list[int]] = {}
         for index, pair in enumerate(pairs):

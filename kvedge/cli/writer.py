@@ -302,9 +302,9 @@ class Writer:
     def _summary(self) -> dict[str, Any]:
         generation = self.generation
         isa = kvedge.isa_info()
-        read = [one for one in (self.reading, generation) if one is not None]
-        prompt_tokens = sum(len(one.prompt_tokens) for one in read)
-        seconds = sum(one.prompt_seconds for one in read)
+        read = [part for part in (self.reading, generation) if part is not None]
+        prompt_tokens = sum(len(part.prompt_tokens) for part in read)
+        seconds = sum(part.prompt_seconds for part in read)
         return {
             "model": self.path,
             "prompt": self.options.prompt or "",

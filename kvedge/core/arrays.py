@@ -186,8 +186,8 @@ def is_bfloat16(array: np.ndarray) -> bool:
 class Target:
     """Where a result goes, and float32 rows to compute it in."""
 
-    def __init__(self, given: Any, memory: np.ndarray, bits: bool, layout: str, dense: bool):
-        self.given = given  # what the call returns
+    def __init__(self, result: Any, memory: np.ndarray, bits: bool, layout: str, dense: bool):
+        self.result = result  # what the call returns
         self.memory = memory  # its memory, bfloat16 as uint16
         self.bits = bits  # whether it is bfloat16
         lies = in_nhd(memory, layout)
@@ -205,7 +205,7 @@ class Target:
                 self._lies[...] = np.clip(self.rows, -_LARGEST_HALF, _LARGEST_HALF)
             else:
                 self._lies[...] = self.rows
-        return self.given
+        return self.result
 
 
 def as_target(

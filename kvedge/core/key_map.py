@@ -165,7 +165,7 @@ def key_scale_of(keys: np.ndarray, *, powers_of_two: bool = False) -> np.ndarray
     """
     own = np.abs(keys).max(axis=0).astype(np.float64)  # (H, D)
     pairs = [np.maximum(own, own[:, partner]) for partner in _partners(own.shape[1])]
-    pair = min(pairs, key=lambda each: float(np.square(each / max(own.max(), 1e-300)).sum()))
+    pair = min(pairs, key=lambda widths: float(np.square(widths / max(own.max(), 1e-300)).sum()))
     size = np.maximum(np.sqrt(own * pair), _LEAST_SHARE * pair)
     middle = np.median(size, axis=1, keepdims=True)
     ratio = np.divide(size, middle, out=np.ones_like(size), where=middle > 0)

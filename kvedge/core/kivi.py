@@ -55,14 +55,14 @@ class Kivi:
             codes = codes.swapaxes(-1, -2)  # of a lane: a channel
         else:
             codes, steps, lows = self._levels(runs, -2)  # of a lane: a token
-        pieces = [
+        columns = [
             self._packed(codes),
             *(
                 halves.astype("<f2", copy=False).reshape(*runs.shape[:2], -1).view(np.uint8)
                 for halves in (steps, lows)
             ),
         ]
-        return np.concatenate(pieces, axis=-1), np.empty((n // RUN, heads, 0), np.float32)
+        return np.concatenate(columns, axis=-1), np.empty((n // RUN, heads, 0), np.float32)
 
     def _levels(self, x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes, steps and lows of groups that lie along an axis."""

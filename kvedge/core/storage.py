@@ -35,7 +35,7 @@ class Storage:
     recent_dtype: Dtype | None = None
     value_rotation: bool | None = None
 
-    def given(self) -> dict[str, Any]:
+    def chosen(self) -> dict[str, Any]:
         """What was asked for beside dtype and scale_dtype; None for what was not."""
         said = {name: getattr(self, name) for name in NAMES if name not in ("dtype", "scale_dtype")}
         numbers = ("recent", "sinks", "value_rotation")

@@ -336,20 +336,26 @@ class ShardedKVCache(ShardedFacts):
         rows, single = checks.as_query(query, part.config, layout=layout)
         n_rows, num_heads, head_dim = rows.shape
         length = self._ends[index]
-        made = AttendOptions.make(
+        resolved = AttendOptions.make(
             head_dim, n_rows, num_heads, length, return_lse=return_lse, **options
         )
-        given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
-        reads = (arrays.memory_of(query, "query"), *made.arrays())
-        target = arrays.as_target(out, part.config.out_shape(given), reads=reads, layout=layout)
+        shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
+        reads = (arrays.memory_of(query, "query"), *resolved.arrays())
+        target = arrays.as_target(out, part.config.out_shape(shape), reads=reads, layout=layout)
         passed = {name: value for name, value in options.items() if name not in _OF_POSITIONS}
         whole, lse = self._share.attend(
-            index, [self._part.layer(index)], [rows], length, [made], passed, made.sink_logits
+            index,
+            [self._part.layer(index)],
+            [rows],
+            length,
+            [resolved],
+            passed,
+            resolved.sink_logits,
         )
         to = target.rows[np.newaxis] if single else target.rows
         to[...] = whole[0]
         result = target.finish()
-        if not made.return_lse:
+        if not resolved.return_lse:
             return result
         of_rows = lse[0].astype(np.float32)
         return result, (of_rows[0] if single else of_rows.T if layout == "hnd" else of_rows)
@@ -447,8 +453,8 @@ class ShardedKVCache(ShardedFacts):
             As of :meth:`kvedge.KVCache.save`.
         """
         self._refuse_pending("save()")
-        given = dict(self.metadata if metadata is None else metadata)
-        files.save(self._part, self._share, path, self._length, self._max_seq_len, given)
+        saved = dict(self.metadata if metadata is None else metadata)
+        files.save(self._part, self._share, path, self._length, self._max_seq_len, saved)
 
     @classmethod
     def load(
@@ -493,8 +499,8 @@ def _maps_text(cache: KVCache) -> str:
     """What of key offsets and scales has to be equal on all ranks, in a few characters."""
     state = state_of(cache)
     vectors = [vector for store in state.stores for vector in store.key_map]
-    given = [b"-" if one is None else np.ascontiguousarray(one).tobytes() for one in vectors]
+    texts = [b"-" if array is None else np.ascontiguousarray(array).tobytes() for array in vectors]
     rule = state.key_rule
     autos = [name for name, is_auto in zip(("offset", "scale"), rule, strict=False) if is_auto]
-    digest = hashlib.sha256(b"|".join(given)).hexdigest()[:12]
+    digest = hashlib.sha256(b"|".join(texts)).hexdigest()[:12]
     return f"{'+'.join(autos) or 'nothing'} automatic, vectors {digest}"

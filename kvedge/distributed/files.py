@@ -154,7 +154,7 @@ def load(
     found = share.tell(_together(share, "read the manifest", lambda: _read_manifest(folder)))
     # Where machines have a folder each, a crash may have left one with the manifest before: a part
     # of the newer save is there nonetheless.
-    manifest = max(found, key=lambda each: int(each["number"]))
+    manifest = max(found, key=lambda entry: int(entry["number"]))
     saved = Placement.of_pattern(manifest["ranks"], manifest["block_size"], manifest["pattern"])
     if block_size is None and weights is None and group.size == saved.num_ranks:
         placement = saved

@@ -169,17 +169,17 @@ def _between(value: Any, name: str, most: int) -> int:
 def _shares(weights: Sequence[float], num_ranks: int) -> list[int]:
     """Blocks for each rank in a pattern that is close to the weights, and as short as may be."""
     try:
-        given = [as_float(weight, f"weights[{i}]") for i, weight in enumerate(weights)]
+        numbers = [as_float(weight, f"weights[{i}]") for i, weight in enumerate(weights)]
     except TypeError:
         raise InvalidArgumentError(
             f"weights must be numbers, one for each rank, not {checks.describe(weights)}"
         ) from None
-    if len(given) != num_ranks or min(given) <= 0:
+    if len(numbers) != num_ranks or min(numbers) <= 0:
         raise InvalidArgumentError(
-            f"weights must be {num_ranks} positive numbers, one for each rank, not {given}"
+            f"weights must be {num_ranks} positive numbers, one for each rank, not {numbers}"
         )
-    total = math.fsum(given)
-    wanted = [weight / total for weight in given]
+    total = math.fsum(numbers)
+    wanted = [weight / total for weight in numbers]
     best, least = [1] * num_ranks, math.inf
     for blocks in range(num_ranks, max(_MAX_PERIOD, num_ranks) + 1):
         shares = [max(1, round(share * blocks)) for share in wanted]
@@ -198,11 +198,11 @@ def _spread(shares: Sequence[int]) -> list[int]:
 
     Each place goes to the rank that is furthest behind its share, the lower one of equals.
     """
-    total, given = sum(shares), [0] * len(shares)
+    total, places = sum(shares), [0] * len(shares)
     pattern = []
     for place in range(1, total + 1):
-        behind = [place * share - total * had for share, had in zip(shares, given, strict=True)]
+        behind = [place * share - total * had for share, had in zip(shares, places, strict=True)]
         rank = behind.index(max(behind))
-        given[rank] += 1
+        places[rank] += 1
         pattern.append(rank)
     return pattern

@@ -84,12 +84,12 @@ class Share:
         told = self.tell(mine)
         for rank, theirs in enumerate(told):
             for name in {**told[0], **theirs}:
-                one, other = told[0].get(name), theirs.get(name)
-                if one != other:
+                first, other = told[0].get(name), theirs.get(name)
+                if first != other:
                     raise GroupMismatchError(
                         f"the ranks do not fit together: {name} is {_text(other)} on rank {rank}, "
-                        f"and {_text(one)} on rank 0",
-                        expected=one,
+                        f"and {_text(first)} on rank 0",
+                        expected=first,
                         got=other,
                     )
 

@@ -93,7 +93,7 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
 def default_choices(head_dim: int) -> list[CacheChoice]:
     """Return what is recommended, every format, and options where they differ for this head_dim."""
     choices = parse_choices([*RECOMMENDED, *FORMATS, *_VARIANTS])
-    return [each for each in choices if each.cache_options.get("group_size", 0) < head_dim]
+    return [choice for choice in choices if choice.cache_options.get("group_size", 0) < head_dim]
 
 
 def _names(text: str) -> Sequence[str]:
@@ -118,7 +118,7 @@ def _parse(name: str) -> CacheChoice:
         wanted = ", ".join((*RECOMMENDED, *DTYPES))
         raise InvalidArgumentError(f"{name!r}: no format {dtype!r}, only {wanted}")
     known = [] if "policy" in options else _cache_options()
-    evicting = ["eviction", *(_EVICTION + each.name for each in fields(Eviction)[1:])]
+    evicting = ["eviction", *(_EVICTION + field.name for field in fields(Eviction)[1:])]
     eviction: dict[str, Any] = {}
     attention: dict[str, Any] = {}
     for option in rest.split(",") if rest else ():

@@ -59,7 +59,7 @@ class HuggingFaceSubject:
 
     def watched(self, choices: Sequence[CacheChoice], tell: Tell) -> _Reader:
         """Return a reader on float32 that compares attention on caches beside it, as it goes."""
-        return _WatchedReader(self, [_Reader(self, each) for each in choices], tell)
+        return _WatchedReader(self, [_Reader(self, choice) for choice in choices], tell)
 
 
 class _Reader:

@@ -114,8 +114,8 @@ def evaluate(
         options of a configuration clash.
     """
     tokens, window = checked_text(subject, tokens, window, chunk)
-    compared = [FLOAT32, *(each for each in choices if each != FLOAT32)]
-    tallies = [_Tally(each, reader_of(subject, each), window) for each in compared]
+    compared = [FLOAT32, *(choice for choice in choices if choice != FLOAT32)]
+    tallies = [_Tally(choice, reader_of(subject, choice), window) for choice in compared]
     starts = range(0, tokens.size - 1, window)  # a single token at the end predicts nothing
     for block in track([tokens[start : start + window] for start in starts]):
         for tally in tallies:
@@ -178,11 +178,11 @@ class _Exact:
         self.best = logits.argmax(axis=-1)
         self.is_sure = np.empty(targets.size, bool)
         self._normalizers = np.empty((2, targets.size, 1))
-        each = np.arange(targets.size)
+        positions = np.arange(targets.size)
         for rows in _few(targets.size, logits.shape[-1]):
             part = logits[rows].astype(np.float64)
             self._normalizers[:, rows] = _normalizers(part)
-            own, best = each[: len(part)], self.best[rows]
+            own, best = positions[: len(part)], self.best[rows]
             lead = part[own, best]
             part[own, best] = -np.inf
             self.is_sure[rows] = lead - part.max(axis=-1) > SURE
@@ -218,19 +218,19 @@ class _Tally:
 
     def _add_rows(self, at: int, rows: slice, exact: _Exact, logits: np.ndarray) -> None:
         exact_log_p, log_p = exact.log_p(rows), log_softmax(logits)  # (n, vocab_size)
-        each, targets = np.arange(len(logits)), exact.targets[rows]
-        nats = -log_p[each, targets]  # (n,)
-        loss = nats + exact_log_p[each, targets]
+        positions, targets = np.arange(len(logits)), exact.targets[rows]
+        nats = -log_p[positions, targets]  # (n,)
+        loss = nats + exact_log_p[positions, targets]
         kl = (np.exp(exact_log_p) * (exact_log_p - log_p)).sum(axis=-1)  # (n,)
         difference = float(np.abs(logits - exact.logits[rows]).max())
         self.largest_logit_difference = max(self.largest_logit_difference, difference)
         is_best = exact.best[rows] == logits.argmax(axis=-1)
-        self.blocks[-1] += (each.size, nats.sum(), loss.sum(), kl.sum(), is_best.sum())
+        self.blocks[-1] += (positions.size, nats.sum(), loss.sum(), kl.sum(), is_best.sum())
         self.kl.append(kl.astype(np.float32))
         self.sure += int(exact.is_sure[rows].sum())
         self.sure_changed += int((exact.is_sure[rows] & ~is_best).sum())
-        part = (at + rows.start + each) * _PARTS // self.window  # (n,)
-        np.add.at(self.parts, part, np.stack([np.ones(each.size), loss, kl], axis=-1))
+        part = (at + rows.start + positions) * _PARTS // self.window  # (n,)
+        np.add.at(self.parts, part, np.stack([np.ones(positions.size), loss, kl], axis=-1))
 
     def end_block(self) -> None:
         self.bytes += self.reader.used_bytes

@@ -13,7 +13,7 @@ __all__ = ["draw", "frontier"]
 def frontier(results: Sequence[Result]) -> list[Result]:
     """Return the results that no other beats in both bytes and KL, the smallest first."""
     best: list[Result] = []
-    for result in sorted(results, key=lambda each: (each.bytes_per_token, each.kl.mean)):
+    for result in sorted(results, key=lambda r: (r.bytes_per_token, r.kl.mean)):
         if not best or result.kl.mean < best[-1].kl.mean:
             best.append(result)
     return best

@@ -100,15 +100,15 @@ def recall(
     if chunk < 1:
         raise InvalidArgumentError(f"chunk must be 1 token or more, got {chunk}")
     tasks = _tasks(subject, tokenizer, tokens, lengths, seed)
-    compared = [FLOAT32, *(each for each in choices if each != FLOAT32)]
-    readers = [reader_of(subject, each) for each in compared]
+    compared = [FLOAT32, *(choice for choice in choices if choice != FLOAT32)]
+    readers = [reader_of(subject, choice) for choice in compared]
     found: list[Recall] = []
     jobs = [(task, at) for task in tasks for at in range(len(compared))]
     exact: tuple[bool, ...] = ()
     for task, at in track(jobs):
         right, nats = _answers(readers[at], task, chunk)
         exact = right if at == 0 else exact  # float32 comes first
-        kept = tuple(one for one, other in zip(right, exact, strict=True) if other)
+        kept = tuple(answer for answer, other in zip(right, exact, strict=True) if other)
         found.append(Recall(compared[at], task.length, right, kept, nats))
         readers[at].clear()
     return found
@@ -147,14 +147,16 @@ def _task(subject: Subject, tokenizer: Any, tokens: np.ndarray, length: int, see
         return np.array(tokenizer.encode(text)[begin.size :], np.int64)
 
     said = [f"\nThe code of {city} is" for city in _CITIES]
-    facts = [encoded(f"{one} {number}.\n") for one, number in zip(said, numbers, strict=True)]
+    facts = [
+        encoded(f"{sentence} {number}.\n") for sentence, number in zip(said, numbers, strict=True)
+    ]
     questions = []
     for depth in map(int, rng.permutation(len(_CITIES))):
         # A tokenizer may join a space with a digit: the question is what both texts begin with.
         question, whole = encoded(said[depth]), encoded(f"{said[depth]} {numbers[depth]}.")
         same = int((question == whole[: question.size]).cumprod().sum())
         questions.append((depth, whole[:same], whole[same:]))
-    least = begin.size + sum(one.size for one in facts)
+    least = begin.size + sum(sentence.size for sentence in facts)
     least += sum(question.size + answer.size for _, question, answer in questions)
     if length < least + len(_CITIES):
         raise InvalidArgumentError(
@@ -186,7 +188,7 @@ def _answers(reader: Reader, task: _Task, chunk: int) -> tuple[tuple[bool, ...],
     for depth, question, answer in task.questions:
         read = np.concatenate([question, answer])
         logits = reader.read(read)[question.size - 1 : -1].astype(np.float64)  # (answer, vocab)
-        each = np.arange(answer.size)
-        nats -= float(log_softmax(logits)[each, answer].sum())
+        positions = np.arange(answer.size)
+        nats -= float(log_softmax(logits)[positions, answer].sum())
         right[depth] = bool((logits.argmax(axis=-1) == answer).all())
     return tuple(right), nats / len(task.questions)

@@ -167,7 +167,7 @@ class _Watched:
 
     def __init__(self, choices: Sequence[CacheChoice], model: LlamaModel, tell: Tell) -> None:
         new = model.new_cache
-        self._caches = [new(each.dtype, **each.cache_options) for each in choices]
+        self._caches = [new(choice.dtype, **choice.cache_options) for choice in choices]
         self._tell = tell
 
     def __getattr__(self, name: str) -> Any:

@@ -180,7 +180,7 @@ def learn(
         )
 
     def measured(policies: Sequence[LayerPolicy], text: str) -> list[Result]:
-        choices = [_choice(str(at), one) for at, one in enumerate(policies)]
+        choices = [_choice(str(at), policy) for at, policy in enumerate(policies)]
         groups = [choices[at : at + _AT_ONCE] for at in range(0, len(choices), _AT_ONCE)]
         found: list[Result] = []
         for group in track(groups, text):
@@ -189,7 +189,7 @@ def learn(
 
     moves = _moves(subject, tokens, maker, window, chunk, track)
     probes = [maker.only(at, pair) for at in maker.stored for pair in _beside_float32(PROBE)]
-    kl = np.array([each.kl.mean for each in measured(probes, "layers one by one")])
+    kl = np.array([result.kl.mean for result in measured(probes, "layers one by one")])
     kl = kl.reshape(-1, 2)  # (layers with keys, keys or values)
     of_probe = np.stack([own[formats.index(PROBE)] for own, formats in moves], -1)
     if np.any((of_probe == 0) & (kl > 0)):
@@ -251,8 +251,10 @@ class Learned:
             pairs = [_PAIRS[at] for at in chosen]
             most = maker.bits(pairs) if bits is None else bits
             uniforms = self._best_uniform(most)
-            tried = [pairs, *([one] * len(pairs) for one in uniforms)]
-            result, *others = self._measured([maker.policy(each) for each in tried], "the policy")
+            tried = [pairs, *([pair] * len(pairs) for pair in uniforms)]
+            result, *others = self._measured(
+                [maker.policy(candidate) for candidate in tried], "the policy"
+            )
             if target is None or max_kl is None or result.kl.mean <= max_kl:
                 break
             target *= 0.9 * max_kl / result.kl.mean
@@ -309,7 +311,7 @@ class _Maker:
         self, layers: Sequence[LayerShape | None], context: int, recent: int, sinks: int
     ) -> None:
         self._layers = layers
-        self.stored = [at for at, one in enumerate(layers) if one is not None]  # with keys
+        self.stored = [at for at, layer in enumerate(layers) if layer is not None]  # with keys
         if not self.stored:
             raise InvalidArgumentError("no layer of the model has keys and values to be stored")
         self._context = context
@@ -329,16 +331,16 @@ class _Maker:
     def _options(self, at: int, pair: _Pair) -> dict[str, Any]:
         """Options of a layer."""
         keys, values = pair.keys, pair.values.removeprefix(_ROTATED)
-        made: dict[str, Any] = {"dtype": keys}
+        options: dict[str, Any] = {"dtype": keys}
         if values != keys:
-            made["value_dtype"] = values
+            options["value_dtype"] = values
         if pair.values != values:
-            made["value_rotation"] = True
-        if any(format_of(one).has_scales for one in (keys, values)):
-            made["scale_dtype"] = "float16"
-        made |= {"recent": self._recent} if self._recent else {}
-        made |= {"sinks": self._sinks} if self._sinks and not self._shape(at).window else {}
-        return made
+            options["value_rotation"] = True
+        if any(format_of(dtype).has_scales for dtype in (keys, values)):
+            options["scale_dtype"] = "float16"
+        options |= {"recent": self._recent} if self._recent else {}
+        options |= {"sinks": self._sinks} if self._sinks and not self._shape(at).window else {}
+        return options
 
     def policy(self, pairs: Sequence[_Pair]) -> LayerPolicy:
         """Of pairs for the layers with keys."""
@@ -358,10 +360,10 @@ class _Maker:
 
     def layer_bytes(self, at: int, pair: _Pair) -> float:
         """Bytes of a layer for the tokens that it holds."""
-        one, options = self._shape(at), self._options(at, pair)
-        sizes = (one.num_kv_heads, one.head_dim)
+        shape, options = self._shape(at), self._options(at, pair)
+        sizes = (shape.num_kv_heads, shape.head_dim)
         config = layer_config(
-            options.pop("dtype"), None, *sizes, value_head_dim=one.value_head_dim, **options
+            options.pop("dtype"), None, *sizes, value_head_dim=shape.value_head_dim, **options
         )
         return float(self._held(at) * token_bytes(config.plain))
 

@@ -92,12 +92,12 @@ class ByteLevelBpeTokenizer(WithControlTexts):
         self._controls = self._special | self.stop_ids
 
         def encoder(spelled: Collection[str]) -> Any:
-            made = tokenizers.Tokenizer(model)
-            made.pre_tokenizer = pre.Sequence(steps)
-            made.add_special_tokens(  # they keep the ids they have in the vocabulary
+            tokenizer = tokenizers.Tokenizer(model)
+            tokenizer.pre_tokenizer = pre.Sequence(steps)
+            tokenizer.add_special_tokens(  # they keep the ids they have in the vocabulary
                 [tokenizers.AddedToken(text, special=True) for text in spelled]
             )
-            return made
+            return tokenizer
 
         self._encoder = encoder
         self._bpe = encoder(self._spelled)
@@ -166,9 +166,9 @@ class ByteLevelBpeTokenizer(WithControlTexts):
         """Tokens of a text, none of them a control token."""
         controls = self.control_texts
         if self._plain is None or self._plain[0] != controls:
-            kept = [one for one in self._spelled if one not in controls]
+            kept = [name for name in self._spelled if name not in controls]
             self._plain = controls, self._encoder(kept)
-        never = {self._spelled[one] for one in controls}
+        never = {self._spelled[name] for name in controls}
         encoded = self._plain[1].encode(text)
         ids: list[int] = []
         for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):

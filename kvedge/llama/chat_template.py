@@ -73,11 +73,11 @@ class ChatTemplate:
         template = self._template
         from .template_sandbox import limited
 
-        given = [dict(message) for message in messages]
+        copies = [dict(message) for message in messages]
         try:
-            with limited(given):
+            with limited(copies):
                 text: str = template.render(
-                    messages=given,
+                    messages=copies,
                     tools=None,
                     documents=None,
                     add_generation_prompt=add_generation_prompt,

@@ -105,7 +105,9 @@ def chat_text(
     # The template looks into what was said, and something said spells out a control token. What it
     # names and does not write, such as </think>, stays in answers, where it looks for it.
     own = rendered.controls
-    kept = any_of(frozenset(one for one in controls if one in template.source and one not in own))
+    kept = any_of(
+        frozenset(name for name in controls if name in template.source and name not in own)
+    )
     found = [
         marked(message, kept if message["role"] == "assistant" else None) for message in messages
     ]

@@ -109,9 +109,9 @@ class LlamaConfig:
                 f"and {self.num_kv_heads} KV heads"
             )
         for name in ("ropes", "windows"):
-            given = getattr(self, name)
-            if given is not None and len(given) != self.num_layers:
-                raise InvalidArgumentError(f"{len(given)} {name} for {self.num_layers} layers")
+            values = getattr(self, name)
+            if values is not None and len(values) != self.num_layers:
+                raise InvalidArgumentError(f"{len(values)} {name} for {self.num_layers} layers")
         if any(window is not None and window < 1 for window in self.windows or ()):
             raise InvalidArgumentError(f"windows must be 1 or more, got {self.windows}")
         if self.activation not in ("silu", "gelu"):

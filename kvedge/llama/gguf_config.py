@@ -229,12 +229,12 @@ class GgufConfig:
         key = f"{self.architecture}.attention.sliding_window_pattern"
         pattern = self.file.get_either(key, (int, list), pattern)
         if isinstance(pattern, list):  # of every layer, whether it slides
-            slides = [bool(one) for one in pattern[:num_layers]]
+            slides = [bool(slide) for slide in pattern[:num_layers]]
         else:
             if pattern < 0:
                 raise CorruptFileError(f"{self._path}: {key} must be 0 or more, got {pattern}")
             slides = [not pattern or i % pattern < pattern - 1 for i in range(num_layers)]
-        return tuple(window if one else None for one in slides)
+        return tuple(window if slide else None for slide in slides)
 
     def _assumed_window(self, num_layers: int) -> int:
         """The window where the file tells none; 0: every layer sees all. It is remarked on."""

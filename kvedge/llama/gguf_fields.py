@@ -54,7 +54,7 @@ def not_understood(
         if not name.startswith(front) or key in asked or key in _WITHOUT_EFFECT:
             continue
         values = value if isinstance(value, list) else [value]
-        if not all(_says_what_holds(key, one, config) for one in values):
+        if not all(_says_what_holds(key, number, config) for number in values):
             found.append(name)
     return found
 

@@ -295,15 +295,15 @@ class GgufHeader:
     def _placed(self, found: list[TensorInfo], begin: int) -> dict[str, TensorInfo]:
         """The tensors at their bytes: in the file, under one name each, none over another."""
         placed: dict[str, TensorInfo] = {}
-        for one in found:
-            if one.name in placed:
-                raise self._corrupt(f"there are two tensors {one.name!r:.80}")
-            start = begin + one.start
-            if start + one.nbytes > self._size:
-                self._too_short(start + one.nbytes)
-            placed[one.name] = replace(one, start=start)
-        filled = (one for one in placed.values() if one.nbytes)
-        in_order = sorted(filled, key=lambda one: one.start)
+        for tensor in found:
+            if tensor.name in placed:
+                raise self._corrupt(f"there are two tensors {tensor.name!r:.80}")
+            start = begin + tensor.start
+            if start + tensor.nbytes > self._size:
+                self._too_short(start + tensor.nbytes)
+            placed[tensor.name] = replace(tensor, start=start)
+        filled = (tensor for tensor in placed.values() if tensor.nbytes)
+        in_order = sorted(filled, key=lambda tensor: tensor.start)
         for before, after in pairwise(in_order):
             if before.start + before.nbytes > after.start:
                 raise self._corrupt(

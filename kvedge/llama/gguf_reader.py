@@ -239,4 +239,4 @@ def _plain(value: Any) -> Any:
         return value.decode()
     if isinstance(value, np.ndarray):
         return value.tolist()
-    return [_plain(one) for one in value] if isinstance(value, list) else value
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -56,15 +56,15 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
     tokens = file.get_list("tokenizer.ggml.tokens", str)
     try:
         if kind == "gpt2":
-            made: Tokenizer = _byte_level_bpe(file, tokens, split)
+            tokenizer: Tokenizer = _byte_level_bpe(file, tokens, split)
         else:
-            made = _scored_bpe(file, tokens)
+            tokenizer = _scored_bpe(file, tokens)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{file.path}: {error}") from error
     except InvalidArgumentError as error:  # an id outside the vocabulary, a score of NaN ...
         raise CorruptFileError(f"{file.path}: {error}") from error
-    made.chat_template = _chat_template(file, tokens)
-    return made
+    tokenizer.chat_template = _chat_template(file, tokens)
+    return tokenizer
 
 
 def _chat_template(file: GgufFile, tokens: list[str]) -> ChatTemplate | None:

@@ -89,17 +89,17 @@ class LlamaModel:
             config, weights, own_tokenizer = gguf_file.load_gguf(
                 path, with_tokenizer=tokenizer is None
             )
-            given = own_tokenizer if tokenizer is None else tokenizer
+            source = own_tokenizer if tokenizer is None else tokenizer
         else:
             config, weights = load_checkpoint(path)
-            given = tokenizer
-            if given is None:
+            source = tokenizer
+            if source is None:
                 beside = (f"tok{config.vocab_size}.bin", "tokenizer.bin")
                 found = (path.with_name(name) for name in beside)
-                given = next((file for file in found if file.exists()), None)
-        if isinstance(given, (str, os.PathLike)):
-            return cls(config, weights, load_llama2c_tokenizer(given, config.vocab_size))
-        return cls(config, weights, given)
+                source = next((file for file in found if file.exists()), None)
+        if isinstance(source, (str, os.PathLike)):
+            return cls(config, weights, load_llama2c_tokenizer(source, config.vocab_size))
+        return cls(config, weights, source)
 
     def __repr__(self) -> str:
         c = self.config
@@ -228,7 +228,7 @@ class LlamaModel:
                 # RoPE: turn queries and keys by their position
                 rope = c.rope_of(i)
                 if rope is not None:
-                    q, k = (_rotate(each, *turns[rope], rope.interleaved) for each in (q, k))
+                    q, k = (_rotate(rows, *turns[rope], rope.interleaved) for rows in (q, k))
                 q, k = np.ascontiguousarray(q), np.ascontiguousarray(k)
 
                 # store keys and values, attend to all that is stored, back into the residual stream

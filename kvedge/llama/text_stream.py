@@ -33,7 +33,7 @@ class StopTexts:
         if self.found is not None:
             return ""
         self._held += text
-        found = [(at, one) for one in self._stop if (at := self._held.find(one)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             at, self.found = min(found)
             return self._take(at)

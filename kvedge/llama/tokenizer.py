@@ -223,7 +223,7 @@ class ScoredBpeTokenizer(WithControlTexts):
         text = text.replace(SPACE_SIGN, " ")
         controls = frozenset() if special else self.control_texts
         spelled_in = any_of(frozenset(self._spelled) - controls) if controls else self._spelled_in
-        never = frozenset(self._spelled[one] for one in controls)
+        never = frozenset(self._spelled[token] for token in controls)
         if text and space_prefix and not spelled_in.match(text):
             text = " " + text
         found = [self.bos_id] * bos

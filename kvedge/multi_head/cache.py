@@ -233,14 +233,14 @@ class MultiHeadKvCache:
         config = self._store.config
         rows, single = checks.as_query(query, config, layout=layout)
         self._check_query_heads(rows)
-        given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
+        shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
         reads = [arrays.memory_of(query, "query"), *self._store.held().slabs]
         reads += [
             arrays.memory_of(options[name], name)
             for name in ("mask", "sink_logits", "alibi_slopes")
             if options.get(name) is not None
         ]
-        target = arrays.as_target(out, given, reads=reads, layout=layout)
+        target = arrays.as_target(out, shape, reads=reads, layout=layout)
         turned = self._turned(rows)
         result, lse = self._layer.attend(_flat(turned), return_lse=True, **options)
         back = self._rotation.undo(result.reshape(turned.shape)).reshape(rows.shape)
@@ -417,8 +417,8 @@ def _restored(
 
 def _new_layer(num_heads: int, config: KvCacheConfig) -> KvLayer:
     kind = registry.active("QuantizedKvLayer")
-    made: KvLayer = new_layer(kind, config.layer_config(num_heads, FIRST_ROWS))
-    return made
+    layer: KvLayer = new_layer(kind, config.layer_config(num_heads, FIRST_ROWS))
+    return layer
 
 
 def _pieces(rows: np.ndarray) -> Iterator[slice]:
@@ -440,11 +440,11 @@ def _stacked(rows: Any, name: str) -> Any:
     """An array of what came as a sequence of arrays, one for each head."""
     if not isinstance(rows, (list, tuple)):
         return rows
-    each = [checks.as_ndarray(row, f"{name}[{i}]") for i, row in enumerate(rows)]
-    if len({row.shape for row in each}) > 1 or not each:
-        shapes = ", ".join(str(row.shape) for row in each[:8])
+    heads = [checks.as_ndarray(row, f"{name}[{i}]") for i, row in enumerate(rows)]
+    if len({row.shape for row in heads}) > 1 or not heads:
+        shapes = ", ".join(str(row.shape) for row in heads[:8])
         raise ShapeMismatchError(
             f"{name} must have one shape for each head, not {shapes or 'none'}"
         )
-    stacked: np.ndarray = np.stack(each)
+    stacked: np.ndarray = np.stack(heads)
     return stacked

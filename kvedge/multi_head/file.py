@@ -45,7 +45,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, ...]:
             f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
             f"{_VERSION!r}: a newer kvedge wrote it",
         )
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         name: tensor_file.number(path, fields, name) for name in ("head_dim", "bits", "seed")
     }
     projections = tensor_file.number(path, fields, "projections")
@@ -55,7 +55,7 @@ def load(path: str | os.PathLike[str]) -> tuple[Any, ...]:
     if fields.get("num_query_heads"):
         num_query_heads = tensor_file.number(path, fields, "num_query_heads")
     try:
-        config = KvCacheConfig(scale_dtype=fields.get("scale_dtype"), **given)  # type: ignore[arg-type]
+        config = KvCacheConfig(scale_dtype=fields.get("scale_dtype"), **options)  # type: ignore[arg-type]
         checks.as_num_query_heads(num_query_heads, num_heads)
         layer = config.layer_config(num_heads, 1)
     except KvedgeError as error:

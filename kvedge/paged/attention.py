@@ -39,19 +39,19 @@ def attend(
         rows, single = checks.as_query(query, config, finite=False, layout=layout)
         rows = np.ascontiguousarray(rows)
         num_rows, num_heads, head_dim = rows.shape
-        made = AttendOptions.make(head_dim, num_rows, num_heads, reading.length, **options)
+        resolved = AttendOptions.make(head_dim, num_rows, num_heads, reading.length, **options)
         shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
         shape = config.out_shape(shape)
-        reads = () if out is None else (rows, *pool.slabs_of(layer), *made.arrays())
+        reads = () if out is None else (rows, *pool.slabs_of(layer), *resolved.arrays())
         target = arrays.as_target(out, shape, reads=reads, layout=layout, dense=True)
-        lse = np.empty(rows.shape[:2], np.float32) if made.return_lse else None
+        lse = np.empty(rows.shape[:2], np.float32) if resolved.return_lse else None
         to = target.rows.reshape(config.out_shape(rows.shape))
         parts = pool.read_parts(layer, reading)
-        one = Rows(reading.table, reading.length, rows, to, lse, parts=parts)
+        own = Rows(reading.table, reading.length, rows, to, lse, parts=parts)
         if num_rows and parts is None:
-            store.attend_blocks(pool.block_size, [one], made)
+            store.attend_blocks(pool.block_size, [own], resolved)
         elif num_rows:
-            store.attend_parts([one], made)
+            store.attend_parts([own], resolved)
     finally:
         pool.readings.end(reading)
     if lse is None:
@@ -83,35 +83,35 @@ def attend_batch(
             raise InvalidArgumentError("seqs must name at least one sequence")
         arrays.as_layout(layout)
         checked = batch.checked_queries(queries, len(readings), config, layout)
-        lengths = [each.length for each in readings]
-        made, starts = batch.batch_options(checked, lengths, start, **options)
+        lengths = [reading.length for reading in readings]
+        resolved, starts = batch.batch_options(checked, lengths, start, **options)
         stacked = not isinstance(queries, Sequence)
         reads: tuple[np.ndarray, ...] = ()
         if out is not None:
             slabs = pool.slabs_of(layer)
-            reads = (*(query for query, _ in checked), *slabs, *made.arrays())
+            reads = (*(query for query, _ in checked), *slabs, *resolved.arrays())
         targets, outs = batch.checked_outs(out, checked, stacked, reads, config, layout)
         lses: list[Any] = [None] * len(readings)
-        if made.return_lse:
+        if resolved.return_lse:
             lses = [np.empty(query.shape[:2], np.float32) for query, _ in checked]
         rows = [
-            Rows(one.table, one.length, query, to, lse, first, parts=pool.read_parts(layer, one))
-            for one, (query, _), to, lse, first in zip(
+            Rows(seen.table, seen.length, query, to, lse, first, parts=pool.read_parts(layer, seen))
+            for seen, (query, _), to, lse, first in zip(
                 readings, checked, outs, lses, starts, strict=True
             )
             if len(query)
         ]
         if rows:
-            cascade.attend_batch(store, pool.block_size, rows, made)
+            cascade.attend_batch(store, pool.block_size, rows, resolved)
     finally:
         pool.readings.end_all(readings)
     results = [target.finish() for target in targets]
-    given = results[0] if stacked else results
-    if not made.return_lse:
-        return given
+    result = results[0] if stacked else results
+    if not resolved.return_lse:
+        return result
     if stacked:
-        return given, np.concatenate(lses)
-    return given, [
+        return result, np.concatenate(lses)
+    return result, [
         _lse_of(lse, single, layout) for lse, (_, single) in zip(lses, checked, strict=True)
     ]
 

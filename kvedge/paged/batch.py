@@ -115,17 +115,17 @@ def batch_options(
             raise InvalidArgumentError(f"sequence {i} of the call has no tokens: append some first")
     num_heads, head_dim = queries[0][0].shape[1:]
     # Lengths matter only where a window hides nothing: so the longest decides for all.
-    made = AttendOptions.make(head_dim, 1, num_heads, max(lengths), **options)
+    resolved = AttendOptions.make(head_dim, 1, num_heads, max(lengths), **options)
     starts = checks.as_starts(start, lengths)
-    if not made.causal:
-        return made, starts
+    if not resolved.causal:
+        return resolved, starts
     for i, ((query, _), length) in enumerate(zip(queries, lengths, strict=True)):
         if len(query) > length:
             raise ShapeMismatchError(
                 f"a causal query is for the last tokens stored: {len(query)} rows against "
                 f"{length} of sequence {i} of the call"
             )
-    return made, starts
+    return resolved, starts
 
 
 def as_list(items: Any, name: str) -> list[Any]:

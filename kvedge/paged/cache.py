@@ -564,8 +564,8 @@ class PagedKvCache:
         check_target(path)
         sequences = self._state.sequences
         with self._state.pool.lock:
-            for one in sequences.values():
-                check_nothing_pending(one.held, one.length)
+            for sequence in sequences.values():
+                check_nothing_pending(sequence.held, sequence.length)
             file.save(self._state.pool, list(sequences.values()), path)
 
     @classmethod
@@ -594,8 +594,8 @@ class PagedKvCache:
         number = None if num_blocks is None else checks.as_int(num_blocks, "num_blocks")
         pool, sequences = file.load(path, number)
         cache = cls(pool)
-        for one in sequences:
-            cache._state.add(one)
+        for sequence in sequences:
+            cache._state.add(sequence)
         return cache
 
     def swap_out(self, seq: int, path: str | os.PathLike[str]) -> None:

@@ -57,8 +57,8 @@ def attend_batch(
         tokens = num_blocks * block_size
         early.append(_rows_to(rows[members[0]], 0, tokens, block_size, query, width))
         for i in members:
-            one = rows[i]
-            late[i] = _rows_to(one, tokens, one.length, block_size, one.query, width)
+            row = rows[i]
+            late[i] = _rows_to(row, tokens, row.length, block_size, row.query, width)
     # All of the shared tokens come before all rows; learned sinks count in one part only.
     _attend(store, block_size, early, replace(options, causal=False, sink_logits=None))
     _attend(store, block_size, late, options)
@@ -83,11 +83,11 @@ def _merge(first: Rows, rests: Sequence[Rows], rows: Sequence[Rows]) -> None:
         return_lse=True,
     )
     start = 0
-    for one in rows:
-        stop = start + len(one.query)
-        one.out[...] = outs[start:stop]
-        if one.lse is not None:
-            one.lse[...] = lses[start:stop]
+    for row in rows:
+        stop = start + len(row.query)
+        row.out[...] = outs[start:stop]
+        if row.lse is not None:
+            row.lse[...] = lses[start:stop]
         start = stop
 
 
@@ -98,9 +98,9 @@ def _lse(rows: Rows) -> np.ndarray:
 
 def _may_be_parted(rows: Sequence[Rows], options: AttendOptions) -> bool:
     """Whether sequences are long enough, and no option but causality depends on distances."""
-    if max(one.length for one in rows) < _SHARED_TOKENS:
+    if max(row.length for row in rows) < _SHARED_TOKENS:
         return False
-    if any(one.start for one in rows):
+    if any(row.start for row in rows):
         return False
     return not options.window and options.alibi_slopes is None
 
@@ -111,8 +111,8 @@ def _groups(
     """Rows that begin with the same blocks: which, and how many blocks; where it is worth it."""
     step = 1 if rows[0].parts is None else TOKENS // math.gcd(block_size, TOKENS)  # see _cut
     beginnings: dict[int, list[int]] = defaultdict(list)
-    for i, one in enumerate(rows):
-        beginnings[int(one.table[0])].append(i)
+    for i, row in enumerate(rows):
+        beginnings[int(row.table[0])].append(i)
     for members in beginnings.values():
         # Every query row stays with the tokens from its own position on.
         most = min(_most_shared(store, rows[i], rows[members[0]]) for i in members) // block_size
@@ -130,16 +130,16 @@ def _groups(
             yield members, num_blocks
 
 
-def _most_shared(store: BlockStoreMethods, one: Rows, other: Rows) -> int:
-    """First tokens that `one` may share with `other`, should their blocks be the same.
+def _most_shared(store: BlockStoreMethods, row: Rows, other: Rows) -> int:
+    """First tokens that `row` may share with `other`, should their blocks be the same.
 
     Last tokens that lie in blocks of their own are not; first ones are, if these are the same.
     """
-    most = one.length - len(one.query)
-    if one.parts is None or other.parts is None:
+    most = row.length - len(row.query)
+    if row.parts is None or other.parts is None:
         return most
-    most = min(most, max((part.stop for part in one.parts if part.store is store), default=0))
-    first, others = one.parts[0], other.parts[0]
+    most = min(most, max((part.stop for part in row.parts if part.store is store), default=0))
+    first, others = row.parts[0], other.parts[0]
     if first.store is store and others.store is store:
         return most
     blocks = -(-first.stop // TOKENS)
@@ -149,7 +149,7 @@ def _most_shared(store: BlockStoreMethods, one: Rows, other: Rows) -> int:
 
 
 def _rows_to(
-    one: Rows, start: int, stop: int, block_size: int, query: np.ndarray, width: int
+    row: Rows, start: int, stop: int, block_size: int, query: np.ndarray, width: int
 ) -> Rows:
     """Rows that attend to a range of a sequence's tokens, from the start of a block on.
 
@@ -157,8 +157,8 @@ def _rows_to(
     """
     shape = query.shape[:2]
     out, lse = np.empty((*shape, width), np.float32), np.empty(shape, np.float32)
-    parts = None if one.parts is None else [*_cut(one.parts, start, stop)]
-    table = one.table[start // block_size : -(-stop // block_size)]
+    parts = None if row.parts is None else [*_cut(row.parts, start, stop)]
+    table = row.table[start // block_size : -(-stop // block_size)]
     return Rows(table, stop - start, query, out, lse, parts=parts)
 
 

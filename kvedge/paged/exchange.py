@@ -34,7 +34,7 @@ def to_cache(state: PagedState, seq: int, max_seq_len: int | None) -> KVCache:
             check_nothing_pending(sequence.held, length)
             for layer in range(pool.num_layers):
                 running.append(state.begin(seq, sequence, layer))
-        layers = [_layer_contents(pool, layer, one) for layer, one in enumerate(running)]
+        layers = [_layer_contents(pool, layer, run) for layer, run in enumerate(running)]
     finally:
         pool.readings.end_all(running)
     return cache_holding(CacheContents(_format(pool), length, tuple(layers)), max_seq_len)
@@ -47,9 +47,9 @@ def from_cache(
     pool = state.pool
     if not isinstance(cache, KVCache):
         raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
-    given, form = state_of(cache), _format(pool)
-    if given.format != form:
-        raise ShapeMismatchError(f"the cache is {given.format}, this pool {form}")
+    saved, form = state_of(cache), _format(pool)
+    if saved.format != form:
+        raise ShapeMismatchError(f"the cache is {saved.format}, this pool {form}")
     if cache.key_offset is not None:
         raise InvalidArgumentError("blocks have no key offset, but this cache has one")
     if not same_vector(cache.key_scale, pool.key_scale):
@@ -57,19 +57,19 @@ def from_cache(
             "the cache has another key_scale than the pool: make the pool with "
             "key_scale=cache.key_scale"
         )
-    length, in_runs = given.length, pool.config.in_runs
-    given = settled(given)  # blocks are shared: their keys are where they are
-    helds = [store.snapshot() for store in given.stores]
+    length, in_runs = saved.length, pool.config.in_runs
+    saved = settled(saved)  # blocks are shared: their keys are where they are
+    helds = [store.snapshot() for store in saved.stores]
     if in_runs and any(held.num_dropped for held in helds):
         raise InvalidArgumentError(
             "runs in blocks begin with a sequence's first token, which this cache has dropped"
         )
-    check_nothing_pending([len(store) for store in given.stores], length)
+    check_nothing_pending([len(store) for store in saved.stores], length)
     if token_ids is not None and len(token_ids) > length:
         raise ShapeMismatchError(f"{len(token_ids)} token ids for {length} tokens")
     contents = [
         contents_of(held, store.config, held.num_dropped, held.num_dropped + length, copy=False)
-        for store, held in zip(given.stores, helds, strict=True)
+        for store, held in zip(saved.stores, helds, strict=True)
     ]
     with pool.lock:
         # Held before blocks are taken, which may be theirs.

@@ -139,7 +139,7 @@ class PartBlocks:
             return parts, gone
         table = np.where(wanted, parts.table, np.int32(-1))
         base = [max(since, self._low(length)) for since in parts.base]
-        since = [max(one, self._low(end)) for one, end in zip(parts.since, held, strict=True)]
+        since = [max(old, self._low(end)) for old, end in zip(parts.since, held, strict=True)]
         return SequenceParts(table, base if since == base else since, base, parts.sinks), gone
 
     def _low(self, end: int) -> int:
@@ -180,10 +180,10 @@ class PartBlocks:
         self, contents: Sequence[Sequence[PartContents]], n: int
     ) -> tuple[SequenceParts, np.ndarray]:
         """Of a sequence of `n` tokens, of which layers hold these; and its blocks, now taken."""
-        first = [len(each[0].arrays.key_codes) for each in contents]
+        first = [len(parts[0].arrays.key_codes) for parts in contents]
         sinks = self.whole.sinks if min(first) == min(n, self.whole.sinks) else 0
-        since = [n - len(each[1].arrays.key_codes) for each in contents]
-        since = [max(one, self._low(n)) if self.kept else n for one in since]
+        since = [n - len(parts[1].arrays.key_codes) for parts in contents]
+        since = [max(begin, self._low(n)) if self.kept else n for begin in since]
         wanted = np.zeros(_blocks_for(n), bool)
         wanted[: _blocks_for(min(n, sinks))] = True
         wanted[min(since, default=n) // TOKENS : _blocks_for(n) if self.kept else 0] = True
@@ -191,11 +191,11 @@ class PartBlocks:
         taken = self.blocks.take(int(wanted.sum()))
         table[wanted] = taken
         try:
-            for store, each, one in zip(self.stores, contents, since, strict=True):
-                of_first = [array[: min(n, sinks)] for array in each[0].arrays]
-                of_last = [array[len(array) - (n - one) :] for array in each[1].arrays]
+            for store, parts, begin in zip(self.stores, contents, since, strict=True):
+                of_first = [array[: min(n, sinks)] for array in parts[0].arrays]
+                of_last = [array[len(array) - (n - begin) :] for array in parts[1].arrays]
                 store.scatter(table, TOKENS, of_first, 0)
-                store.scatter(table, TOKENS, of_last, one)
+                store.scatter(table, TOKENS, of_last, begin)
         except BaseException:
             self.blocks.release(taken)
             raise
@@ -299,12 +299,14 @@ class PartBlocks:
         for start in range(plan.cut, plan.cut + n, PIECE):
             stop = min(start + PIECE, plan.cut + n)
             first = max(start, plan.start)
-            given = slice(first - plan.start, stop - plan.start)
+            chosen = slice(first - plan.start, stop - plan.start)
             if before is not None and start < first:  # rounded too, where the pool has them
                 scratch.write(_FIRST, size, 0, *before)
-            scratch.write(_FIRST, size, first - start, *(side[given] for side in rows))
-            made = [scratch.read(values, _FIRST, size, 0, stop - start) for values in (False, True)]
-            yield start, (made[0], made[1])
+            scratch.write(_FIRST, size, first - start, *(side[chosen] for side in rows))
+            sides = [
+                scratch.read(values, _FIRST, size, 0, stop - start) for values in (False, True)
+            ]
+            yield start, (sides[0], sides[1])
 
     def after(self, plan: Plan, layer: int, table: np.ndarray) -> SequenceParts:
         """Of the sequence, once a plan was carried out."""

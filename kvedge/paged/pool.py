@@ -129,16 +129,16 @@ class KvBlockPool(ConfigFacts):
                 f"a pool may have {checks.MAX_CAPACITY} tokens, not num_blocks * block_size = "
                 f"{num_blocks * block_size}"
             )
-        given = {"dtype": dtype, "scale_dtype": scale_dtype, "group_size": group_size, **storage}
-        given = by_name({**given, "key_scale": key_scale})
-        del given["key_scale"]  # a pool takes none from its first tokens
+        options = {"dtype": dtype, "scale_dtype": scale_dtype, "group_size": group_size, **storage}
+        options = by_name({**options, "key_scale": key_scale})
+        del options["key_scale"]  # a pool takes none from its first tokens
         config = checks.layer_config(
             capacity=num_blocks * block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             value_head_dim=value_head_dim,
             recent_dtypes=FORMATS,
-            **storage_of(type(self).__name__, given, without=KEY_VECTORS).of_layers(),
+            **storage_of(type(self).__name__, options, without=KEY_VECTORS).of_layers(),
         )
         if config.in_runs and block_size % RUN:
             raise InvalidArgumentError(
@@ -511,16 +511,16 @@ def _size(value: Any, name: str, most: int) -> int:
     return number
 
 
-def _num_recent(given: Any, config: LayerConfig, num_blocks: int) -> int:
+def _num_recent(number: Any, config: LayerConfig, num_blocks: int) -> int:
     """How many blocks a pool has for first and last tokens."""
     if not config.recent_dtype:
-        if given is not None:
+        if number is not None:
             raise InvalidArgumentError(
                 "num_recent_blocks is for recent=, sinks= and formats of runs: this pool has none"
             )
         return 0
-    if given is not None:
-        return _size(given, "num_recent_blocks", MAX_BLOCKS)
+    if number is not None:
+        return _size(number, "num_recent_blocks", MAX_BLOCKS)
     return min(num_blocks, SEQUENCES) * blocks_of_sequence(config)
 
 

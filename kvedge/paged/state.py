@@ -73,8 +73,8 @@ class PoolState:
     def key_scale(self) -> np.ndarray | None:
         """What keys are stored over, float32 (num_layers, num_kv_heads, head_dim); or None."""
         scales = [store.key_map.scale for store in self.stores]
-        given = [scale for scale in scales if scale is not None]
-        return np.stack(given) if given else None
+        known = [scale for scale in scales if scale is not None]
+        return np.stack(known) if known else None
 
     def checked_layer(self, layer: int) -> int:
         """A layer's number, or LayerOutOfRangeError."""
@@ -213,7 +213,9 @@ class PagedState:
 
     def abandon(self) -> None:
         """Leave the blocks to the pool, which may be another cache's as well."""
-        self.pool.abandoned.extend((one.table, one.parts) for one in self.sequences.values())
+        self.pool.abandoned.extend(
+            (sequence.table, sequence.parts) for sequence in self.sequences.values()
+        )
 
 
 def _unknown(seq: int) -> UnknownSequenceError:

@@ -204,4 +204,6 @@ def new_stores(
     """A store of the active backend for each layer, all in one allocation."""
     kind = cast("type[BlockStoreMethods]", registry.active("BlockStore"))
     slabs = memory.reserve_layers(config, len(key_scales))
-    return tuple(kind(config, *each) for each in zip(slabs, key_scales, strict=True))
+    return tuple(
+        kind(config, *slabs_of_layer) for slabs_of_layer in zip(slabs, key_scales, strict=True)
+    )

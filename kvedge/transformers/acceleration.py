@@ -207,8 +207,8 @@ class Acceleration:
             )
 
 
-def _counted(each: Iterator[tuple[str, Any]]) -> list[tuple[tuple[str, Any], int]]:
-    return list(Counter(each).items())
+def _counted(found: Iterator[tuple[str, Any]]) -> list[tuple[tuple[str, Any], int]]:
+    return list(Counter(found).items())
 
 
 # ---- finding -------------------------------------------------------------------------------------
@@ -288,15 +288,15 @@ class _Globals(dict[str, Any]):
 class _Place:
     """A module with functions of kvedge's, and what it had in their places before."""
 
-    def __init__(self, module: torch.nn.Module, now: dict[str, Any]) -> None:
-        self._module, self._now = module, now
-        present = {name: _plain(vars(module).get(name)) for name in now}
+    def __init__(self, module: torch.nn.Module, functions: dict[str, Any]) -> None:
+        self._module, self._functions = module, functions
+        present = {name: _plain(vars(module).get(name)) for name in functions}
         self._before = {name: value for name, value in present.items() if value is not None}
-        vars(module).update(now)
+        vars(module).update(functions)
 
     def check(self) -> None:
         """KvedgeError if something else stands where this put its own."""
-        for name, value in self._now.items():
+        for name, value in self._functions.items():
             there = vars(self._module).get(name)
             if there is not value and _plain(there) is not None:
                 raise KvedgeError(
@@ -306,7 +306,7 @@ class _Place:
 
     def restore(self) -> None:
         """Put back what was there, where it is this that is there now."""
-        for name, value in self._now.items():
+        for name, value in self._functions.items():
             if vars(self._module).get(name) is value:
                 del vars(self._module)[name]
                 if name in self._before:
@@ -404,12 +404,12 @@ def _rebuilt(function: Any, names: _Globals) -> Any:
             CellType(inner) if holds else cell for holds, cell in zip(cells, closure, strict=True)
         )
         found_in = function.__globals__
-    made = FunctionType(
+    rebuilt = FunctionType(
         function.__code__, found_in, function.__name__, function.__defaults__, closure
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__qualname__, made.__doc__ = function.__qualname__, function.__doc__
-    return made
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    rebuilt.__qualname__, rebuilt.__doc__ = function.__qualname__, function.__doc__
+    return rebuilt
 
 
 def _holds(cell: CellType, value: Any) -> bool:

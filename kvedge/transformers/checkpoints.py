@@ -29,7 +29,7 @@ class _Rows(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        noted = sum(one.num_bytes for one in self.attended or ())
+        noted = sum(attended.num_bytes for attended in self.attended or ())
         return noted + sum(mark.num_bytes for mark in self.marks)
 
 
@@ -55,7 +55,7 @@ class Checkpoint(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(each.num_bytes for each in (*self.rows, *self.states) if each is not None)
+        return sum(part.num_bytes for part in (*self.rows, *self.states) if part is not None)
 
     def can_lose_its_last(self, layers: list[Any]) -> bool:
         """Whether layers that are gone back to this one can drop another token."""
@@ -87,7 +87,7 @@ def _rows_of(layer: KvedgeLayer) -> _Rows | _Window:
         return _Window(rows, list(layer.padding), layer.cumulative_length)
     attended = None
     if isinstance(layer, KvedgeEvictingLayer):
-        attended = [one.copy() for one in layer.attended]
+        attended = [queries.copy() for queries in layer.attended]
     marks = [mark_of_row(store_of(row)) for row in layer.rows]
     return _Rows(marks, list(layer.padding), attended)
 
@@ -107,7 +107,7 @@ def go_back(layers: list[Any], to: Checkpoint) -> None:
             for row, mark in zip(layer.rows, rows.marks, strict=True):
                 return_to_mark(store_of(row), mark)
             if rows.attended is not None:
-                layer.attended = [one.copy() for one in rows.attended]
+                layer.attended = [queries.copy() for queries in rows.attended]
         if state is not None:
             states.put(layer, state)
 
@@ -143,12 +143,12 @@ class Checkpoints:
     @property
     def lengths(self) -> list[int]:
         """Tokens that had been seen at each."""
-        return [one.length for one in self._held]
+        return [checkpoint.length for checkpoint in self._held]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all copies."""
-        return sum(one.num_bytes for one in self._held)
+        return sum(checkpoint.num_bytes for checkpoint in self._held)
 
     def is_due(self, length: int, tokens: int) -> bool:
         """Whether one is to be taken at a length, before so many tokens more are computed.
@@ -162,10 +162,10 @@ class Checkpoints:
             return False
         return was_prompt or tokens > 1 or length - last >= self.every
 
-    def add(self, one: Checkpoint) -> None:
+    def add(self, checkpoint: Checkpoint) -> None:
         """Hold another one, later than the others, and let go of what is too much."""
-        self.drop_after(one.length - 1)
-        self._held.append(one)
+        self.drop_after(checkpoint.length - 1)
+        self._held.append(checkpoint)
         while len(self._held) > max(self.most, 1) or (
             self.most_bytes is not None and self._held and self.num_bytes > self.most_bytes
         ):
@@ -181,11 +181,13 @@ class Checkpoints:
 
     def latest(self, length: int) -> Checkpoint | None:
         """The last one at which at most so many tokens had been seen."""
-        return next((one for one in reversed(self._held) if one.length <= length), None)
+        return next(
+            (checkpoint for checkpoint in reversed(self._held) if checkpoint.length <= length), None
+        )
 
     def drop_after(self, length: int) -> None:
         """Let go of those at which more tokens had been seen."""
-        self._held = [one for one in self._held if one.length <= length]
+        self._held = [checkpoint for checkpoint in self._held if checkpoint.length <= length]
 
     def drop_all(self) -> None:
         """Let go of all: none of them can be gone back to."""

@@ -54,12 +54,12 @@ def enable_drafts(model: Any) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"model must be a model of transformers, not {model!r}")
-    modules = [one for one in model.modules() if _used(type(one)) & _UPDATES]
-    for one in modules:
-        if "update" in _used(type(one)):
+    modules = [module for module in model.modules() if _used(type(module)) & _UPDATES]
+    for module in modules:
+        if "update" in _used(type(module)):
             raise InvalidArgumentError(
-                f"{type(one).__name__} updates states and keeps keys at once: its tokens cannot be "
-                "taken back"
+                f"{type(module).__name__} updates states and keeps keys at once: its tokens cannot "
+                "be taken back"
             )
     if modules and not can_have_states():
         raise InvalidArgumentError(
@@ -68,10 +68,10 @@ def enable_drafts(model: Any) -> int:
         )
     if modules:
         _check_goes_on(model)
-    for one in modules:
-        if not getattr(one, "_kvedge_tells", False):
-            one.register_forward_pre_hook(_tell, with_kwargs=True)
-            vars(one)["_kvedge_tells"] = True
+    for module in modules:
+        if not getattr(module, "_kvedge_tells", False):
+            module.register_forward_pre_hook(_tell, with_kwargs=True)
+            vars(module)["_kvedge_tells"] = True
     if modules:
         vars(model)["_is_stateful"] = False  # which only assisted generation asks
     return len(modules)
@@ -116,10 +116,10 @@ def _used(kind: type) -> set[str]:
 
 def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tell the cache among a module's arguments, if it is ours, what it is called with."""
-    for each in (*args, *kwargs.values()):
-        drafts = getattr(each, "_drafts", None) if isinstance(each, Cache) else None
+    for argument in (*args, *kwargs.values()):
+        drafts = getattr(argument, "_drafts", None) if isinstance(argument, Cache) else None
         if isinstance(drafts, Drafts):
-            drafts.note(each.layers, module, args, kwargs)
+            drafts.note(argument.layers, module, args, kwargs)
 
 
 class _Call(NamedTuple):
@@ -136,19 +136,23 @@ class _Call(NamedTuple):
         if tokens == self.tokens:
             self.module(*self.args, **self.kwargs)
             return
-        args = [self._first(each, tokens) for each in self.args]
-        kwargs = {name: self._first(each, tokens) for name, each in self.kwargs.items()}
+        args = [self._first(argument, tokens) for argument in self.args]
+        kwargs = {name: self._first(argument, tokens) for name, argument in self.kwargs.items()}
         self.module(*args, **kwargs)
 
-    def _first(self, given: Any, tokens: int) -> Any:
+    def _first(self, argument: Any, tokens: int) -> Any:
         """An argument for the first tokens alone, of those whose second axis is tokens."""
-        if isinstance(given, (tuple, list)):
-            return type(given)(self._first(each, tokens) for each in given)
-        if not isinstance(given, torch.Tensor) or given.ndim < 2 or given.shape[1] < self.tokens:
-            return given
-        if given.ndim == 2:  # a mask, perhaps of the tokens before as well
-            return given[:, : given.shape[1] - self.tokens + tokens]
-        return given[:, :tokens] if given.shape[1] == self.tokens else given
+        if isinstance(argument, (tuple, list)):
+            return type(argument)(self._first(item, tokens) for item in argument)
+        if (
+            not isinstance(argument, torch.Tensor)
+            or argument.ndim < 2
+            or argument.shape[1] < self.tokens
+        ):
+            return argument
+        if argument.ndim == 2:  # a mask, perhaps of the tokens before as well
+            return argument[:, : argument.shape[1] - self.tokens + tokens]
+        return argument[:, :tokens] if argument.shape[1] == self.tokens else argument
 
 
 class Drafts:
@@ -191,7 +195,7 @@ class Drafts:
     def _forget_old(calls: list[_Call]) -> None:
         """Let go of what lies further back than a draft."""
         copies = [at for at, call in enumerate(calls) if call.before is not None]
-        while len(copies) > 1 and sum(one.tokens for one in calls[copies[1] :]) >= DRAFT:
+        while len(copies) > 1 and sum(kept.tokens for kept in calls[copies[1] :]) >= DRAFT:
             del calls[: copies[1]]
             copies = [at - copies[1] for at in copies[1:]]
 

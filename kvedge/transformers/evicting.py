@@ -106,15 +106,15 @@ class KvedgeEvictingLayer(KvedgeLayer):
 
     def evict(self, tokens: int, more: int) -> bool:
         """Let rows hold `tokens` at most before `more` come; whether any token went."""
-        evicted, one = False, self._eviction
-        if any(one.is_due(len(row), more, tokens) for row in self.rows):
+        evicted, eviction = False, self._eviction
+        if any(eviction.is_due(len(row), more, tokens) for row in self.rows):
             self.own_rows()
         for row, attended in zip(self.rows, self.attended, strict=True):
             store = store_of(row)
-            if not one.is_due(len(row), more, tokens):
+            if not eviction.is_due(len(row), more, tokens):
                 continue
-            one.check(store.config, tokens)
-            kept = attended.choose(store, one.room_in(tokens, evicting.unit_of(store.config)))
+            eviction.check(store.config, tokens)
+            kept = attended.choose(store, eviction.room_in(tokens, evicting.unit_of(store.config)))
             if kept.shape[-1] < len(row):
                 kept = evicting.check_evict(store, kept)
                 attended.kept(store, kept)
@@ -132,7 +132,7 @@ class KvedgeEvictingLayer(KvedgeLayer):
             for row, gap in zip(self.rows, self.padding, strict=True)
             if store_of(row).evicted_at
         ]
-        if kept and any(kept < one for one in at):
+        if kept and any(kept < position for position in at):
             return (
                 f"layer {self._index} cannot go back from {self.num_held} tokens to {kept}: it has "
                 f"evicted tokens at {max(at)}"
@@ -214,13 +214,13 @@ def evict_due(layers: list[Any], more: int, *, at_end: bool = False) -> bool:
     bool
         Whether any token went.
     """
-    own = [each for each in layers if isinstance(each, KvedgeEvictingLayer) and each.rows]
-    if not own or len({each.num_held for each in own}) > 1:
+    own = [layer for layer in layers if isinstance(layer, KvedgeEvictingLayer) and layer.rows]
+    if not own or len({layer.num_held for layer in own}) > 1:
         return False
-    one = own[0]._eviction
+    eviction = own[0]._eviction
     goes_on = own[0].in_prompt and more > 1 and not own[0].record_past
-    if one.method == "snapkv" and goes_on and not at_end:
+    if eviction.method == "snapkv" and goes_on and not at_end:
         return False
-    tokens = one.tokens_for([store_of(row).config for each in own for row in each.rows])
-    went = [each.evict(tokens, more) for each in own]
+    tokens = eviction.tokens_for([store_of(row).config for layer in own for row in layer.rows])
+    went = [layer.evict(tokens, more) for layer in own]
     return any(went)

@@ -25,13 +25,13 @@ _LEAST = 2.0**-126  # no scale is denormal
 _MOST = (1 + 0x10100 / 2**23) * 2.0**121  # 127 times this is finite, a scale more would not be
 
 
-def as_state_dtype(given: object) -> str | None:
+def as_state_dtype(dtype: object) -> str | None:
     """`state_dtype` if it is one, or InvalidArgumentError."""
-    if given is not None and (not isinstance(given, str) or given not in STATE_DTYPES):
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in STATE_DTYPES):
         raise InvalidArgumentError(
-            f"state_dtype must be None or one of {', '.join(STATE_DTYPES)}, not {describe(given)}"
+            f"state_dtype must be None or one of {', '.join(STATE_DTYPES)}, not {describe(dtype)}"
         )
-    return given
+    return dtype
 
 
 class Int8State(NamedTuple):

@@ -289,7 +289,10 @@ class KvedgeLayer(CacheLayerMixin):
         lengths = list(map(len, self.rows))
         if start is not None:
             of_rows = start if isinstance(start, list) else [start] * batch
-            start = [max(one - gap, 0) for one, gap in zip(of_rows, self.padding, strict=True)]
+            start = [
+                max(row_start - gap, 0)
+                for row_start, gap in zip(of_rows, self.padding, strict=True)
+            ]
         if mask is not None:
             mask = _for_rows(mask, self.padding)[..., : max(lengths)]
         if min(lengths) >= queries:
@@ -571,8 +574,8 @@ def _for_rows(mask: torch.Tensor, padding: list[int]) -> torch.Tensor:
     return torch.stack([of_row.roll(-gap, -1) for of_row, gap in zip(mask, padding, strict=True)])
 
 
-def _refuse_tensor(given: torch.Tensor | None) -> None:
-    if given is not None:
+def _refuse_tensor(tensor: torch.Tensor | None) -> None:
+    if tensor is not None:
         raise InvalidArgumentError(
             "keys and values of a KvedgeCache are not set: update() appends to them"
         )

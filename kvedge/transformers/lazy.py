@@ -66,8 +66,8 @@ def _refuse_written(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        given = args[number] if number < len(args) else kwargs.get(argument.name)
-        if isinstance(given, LazyTensor):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        if isinstance(value, LazyTensor):
             raise InvalidArgumentError(
                 f"{func} would write to keys, values or a mask of a KvedgeCache, which are "
                 "read-only: copy the tensor first, with clone()"

@@ -26,15 +26,15 @@ _MAJOR = int(transformers.__version__.split(".", 1)[0])
 _TRIED = MAX_HEAD_DIM  # channels of the layer that options are tried on: any group_size fits
 
 
-_PLAIN = {each.name: each.default for each in fields(Storage)}
+_PLAIN = {field.name: field.default for field in fields(Storage)}
 
 
-def storage_of(dtype: Any, given: Mapping[str, Any], *, over_ranks: bool) -> dict[str, Any]:
+def storage_of(dtype: Any, options: Mapping[str, Any], *, over_ranks: bool) -> dict[str, Any]:
     """Options of a KVCache, as a KvedgeCache is told them, in place of names what they set.
 
     So what a conversation is saved with does not depend on what a name means.
     """
-    stored = {"key_scale": AUTO, **given, "dtype": dtype}
+    stored = {"key_scale": AUTO, **options, "dtype": dtype}
     if not is_for_each_layer(dtype):
         return by_name(stored, over_ranks=over_ranks)
     if any(is_for_each_layer(value) and len(value) != len(dtype) for value in stored.values()):
@@ -58,14 +58,14 @@ def _of_layer(storage: Mapping[str, Any], index: int) -> dict[str, Any]:
     }
 
 
-def of_policy(policy: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of storage as a policy, or its file, has them; `given` are those beside it."""
-    for name, value in given.items():
+def of_policy(policy: Any, besides: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of storage as a policy, or its file, has them; `besides` are those beside it."""
+    for name, value in besides.items():
         if name in NAMES and (name, value) != ("dtype", AUTO):
             raise InvalidArgumentError(f"{name} does not go with a policy, which says it")
     if not isinstance(policy, LayerPolicy):
         policy = LayerPolicy.load(policy)
-    unknown = {name: value for name, value in given.items() if name not in NAMES}
+    unknown = {name: value for name, value in besides.items() if name not in NAMES}
     of_layers = _PLAIN | policy.of_each_layer() | unknown  # which are refused as without a policy
     return storage_of(of_layers.pop("dtype"), of_layers, over_ranks=False)
 
@@ -126,11 +126,11 @@ class StoreOptions:
     @staticmethod
     def _row(heads: int, head_dim: int, value_head_dim: int | None, storage: Any) -> Any:
         # A cache of one layer takes arrays with an axis of layers.
-        given: dict[str, Any] = {
+        vectors: dict[str, Any] = {
             name: [value] if hasattr(value, "__dlpack__") else value
             for name, value in storage.items()
         }
-        cache = KVCache(1, heads, head_dim, value_head_dim=value_head_dim, **given)
+        cache = KVCache(1, heads, head_dim, value_head_dim=value_head_dim, **vectors)
         return cache.layer(0).copy()
 
     @staticmethod

@@ -208,7 +208,7 @@ def why_not_back(cache: Any, kept: int, length: int) -> str | None:
 
 def go_back_to_checkpoint(cache: Any, kept: int, length: int, *, exactly: bool = False) -> int:
     """Go back to the last checkpoint at no more tokens, or at so many exactly; returns them."""
-    one, after = cache._checkpoints.latest(kept), cache._checkpoints.latest(kept + 1)
+    checkpoint, after = cache._checkpoints.latest(kept), cache._checkpoints.latest(kept + 1)
     if after is not None and after.length == kept + 1 and after.can_lose_its_last(cache.layers):
         go_back(cache.layers, after)  # at a prompt's end: its last token is computed again
         for layer in cache.layers:
@@ -216,16 +216,16 @@ def go_back_to_checkpoint(cache: Any, kept: int, length: int, *, exactly: bool =
         cache._checkpoints.drop_after(kept)
         cache._checkpoints.add(take(cache.layers, kept))
         return kept
-    if one is None or (exactly and one.length != kept):
+    if checkpoint is None or (exactly and checkpoint.length != kept):
         there = ", ".join(map(str, cache.checkpoints)) or "none"
         raise InvalidArgumentError(
             f"{why_not_back(cache, kept, length)}, and no checkpoint serves (there are: {there}). "
             "Call checkpoint() there or activate_past_recording() before the tokens that may have "
             "to go; or reset() the cache and compute the prompt anew"
         )
-    go_back(cache.layers, one)
-    cache._checkpoints.drop_after(one.length)
-    return one.length
+    go_back(cache.layers, checkpoint)
+    cache._checkpoints.drop_after(checkpoint.length)
+    return checkpoint.length
 
 
 # ---- saving --------------------------------------------------------------------------------------

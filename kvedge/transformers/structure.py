@@ -90,8 +90,8 @@ def _layer_for(layer: Any, index: int, options: StoreOptions, share: Any) -> Any
 
         return KvedgeShardedLayer(options, index, share)
     if kind is DynamicLayer:
-        one = KvedgeLayer if options.eviction is None else KvedgeEvictingLayer
-        return one(options, index)
+        layer_type = KvedgeLayer if options.eviction is None else KvedgeEvictingLayer
+        return layer_type(options, index)
     if kind is DynamicSlidingWindowLayer:
         return KvedgeSlidingLayer(options, index, layer.sliding_window)
     if kind in _STATE:

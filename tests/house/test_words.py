@@ -1,5 +1,6 @@
 """One word for one thing: what was renamed does not come back (csrc/README.md has the glossary)."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -19,6 +20,8 @@ INSTEAD = {
     r"sights?": "attended range",
     r"coarseness": "quantization error",
 }
+# They name no object: what is bound bears a noun of the field.
+NO_NAMES = {"made", "given", "one", "each", "now"}
 # Not yet out of kvedge/.
 LEFT_IN_PYTHON = {"visible", "pieces?", "ask(s|ed|ing)? for", "likewise", "sights?"}
 
@@ -55,3 +58,20 @@ def test_c_says_one_word_for_one_thing():
 def test_python_says_one_word_for_one_thing():
     words = INSTEAD.keys() - LEFT_IN_PYTHON
     assert found("kvedge", {".py", ".pyx", ".pxi", ".pyi"}, words) == []
+
+
+@pytest.mark.parametrize("folder", ["kvedge", "bench"])
+def test_python_names_are_nouns(folder):
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bound = isinstance(getattr(node, "ctx", None), ast.Store)
+            if isinstance(node, (ast.Name, ast.Attribute)) and bound:
+                name = node.id if isinstance(node, ast.Name) else node.attr
+            elif isinstance(node, (ast.arg, ast.FunctionDef)):
+                name = node.arg if isinstance(node, ast.arg) else node.name
+            else:
+                continue
+            if name in NO_NAMES:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert found == []

@@ -39,12 +39,12 @@ def attend_batch(
     rows, single = batch.as_query(query, stores, layout)
     num, n_rows, num_heads, head_dim = rows.shape
     held = [store.held() for store in stores]  # taken once: another thread may be writing
-    lengths = [one.num_tokens for one in held]
+    lengths = [own_held.num_tokens for own_held in held]
     batch.check_lengths(lengths, n_rows, causal)
     window = batch.window_of(stores, window)
-    for store, one in zip(stores, held, strict=True):
-        checks.check_reach(store.config, one, n_rows, window, sink_tokens)
-    made = AttendOptions.make(
+    for store, own_held in zip(stores, held, strict=True):
+        checks.check_reach(store.config, own_held, n_rows, window, sink_tokens)
+    resolved = AttendOptions.make(
         head_dim,
         n_rows,
         num_heads,
@@ -57,9 +57,11 @@ def attend_batch(
     )
     starts = checks.as_starts(start, lengths)
     slabs = [
-        slab for store, one in zip(stores, held, strict=True) for slab in memory_of(store, one)
+        slab
+        for store, own_held in zip(stores, held, strict=True)
+        for slab in memory_of(store, own_held)
     ]
-    reads = (arrays.memory_of(query, "query"), *made.arrays(), *slabs)
+    reads = (arrays.memory_of(query, "query"), *resolved.arrays(), *slabs)
     shape = rows[:, 0].shape if single else arrays.in_nhd(rows, layout).shape
     shape = stores[0].config.out_shape(shape)
     target = arrays.as_target(out, shape, reads=reads, layout="nhd" if single else layout)
@@ -67,9 +69,9 @@ def attend_batch(
     lse = np.empty((num, n_rows, num_heads), np.float32)
     to = target.rows[:, np.newaxis] if single else target.rows
     for i, store in enumerate(stores):
-        own = _own_options(made, i, lengths[i], starts[i])
+        own = _own_options(resolved, i, lengths[i], starts[i])
         lse[i] = attention.attend(store.stored(held[i], len(rows[i])), rows[i], own, to[i])
-    if not made.return_lse:
+    if not resolved.return_lse:
         return target.finish()
     if single:
         return target.finish(), lse[:, 0]

@@ -164,10 +164,10 @@ class LayerStore:
                     config = replace(config, capacity=start + num_tokens)
                     slabs = memory.reserve_slabs(config)
                 if runs is not self._now.parts.runs or config is not self.config:
-                    given, runs = runs, memory.reserve_runs(config)
-                    tokens = memory.tokens_of_runs(given, config)
-                    memory.copy_runs(given, config, 0, tokens, runs)
-            first, last = (Slabs(*map(np.array, each)) for each in (parts.first, parts.last))
+                    source, runs = runs, memory.reserve_runs(config)
+                    tokens = memory.tokens_of_runs(source, config)
+                    memory.copy_runs(source, config, 0, tokens, runs)
+            first, last = (Slabs(*map(np.array, part)) for part in (parts.first, parts.last))
             parts = parts._replace(first=first, last=last, runs=runs)
 
         def take() -> None:
@@ -273,10 +273,10 @@ class LayerStore:
         new = encoded(config.part_config, NO_MAP, keys, values)
         first, sinks = parts.until(end).first, min(n, config.sinks - end)
         if sinks > 0 and end == self._now.num_dropped:  # an empty layer begins anew
-            first = Slabs(*(each[:0] for each in first))
+            first = Slabs(*(slab[:0] for slab in first))
             parts = parts._replace(first_at=end)
         if sinks > 0 and parts.first_at + len(first.key_codes) == end:
-            first = concatenated(first, Slabs(*(each[:sinks] for each in new)))
+            first = concatenated(first, Slabs(*(slab[:sinks] for slab in new)))
         else:
             first = parts.first
         kept = kept_rows(config)
@@ -287,7 +287,7 @@ class LayerStore:
             parts = self._with_rest(parts, cut, end)
         last, at = concatenated(parts.until(end).last, new), parts.last_at
         if parts.runs is not None:
-            self._encode_runs(parts, Slabs(*(each[cut - at :] for each in last)), cut, end + n)
+            self._encode_runs(parts, Slabs(*(slab[cut - at :] for slab in last)), cut, end + n)
         parts = parts._replace(first=first, last=last)
         return parts.since((end if config.recent else end + n) - kept)
 
@@ -317,7 +317,7 @@ class LayerStore:
         config, form = self.config, self.config.run
         for start in range(cut, end // RUN * RUN, PIECE):
             stop = min(start + PIECE, end // RUN * RUN)
-            some = Slabs(*(each[start - cut : stop - cut] for each in tokens))
+            some = Slabs(*(slab[start - cut : stop - cut] for slab in tokens))
             sides = (decoded(config.part_config, some, values) for values in (False, True))
             at = start - parts.runs_at
             assert parts.runs is not None
@@ -424,7 +424,7 @@ class LayerStore:
         length = held.num_tokens
         window = self.config.window if window is None else window
         checks.check_reach(self.config, held, n_rows, window, sink_tokens)
-        made = AttendOptions.make(
+        resolved = AttendOptions.make(
             head_dim,
             n_rows,
             num_heads,
@@ -433,12 +433,12 @@ class LayerStore:
             sink_tokens=sink_tokens,
             **options,
         )
-        given = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
-        reads = (arrays.memory_of(query, "query"), *memory_of(self, held), *made.arrays())
-        target = arrays.as_target(out, self.config.out_shape(given), reads=reads, layout=layout)
+        shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
+        reads = (arrays.memory_of(query, "query"), *memory_of(self, held), *resolved.arrays())
+        target = arrays.as_target(out, self.config.out_shape(shape), reads=reads, layout=layout)
         to = target.rows[np.newaxis] if single else target.rows
-        lse = attention.attend(self.stored(held, n_rows), rows, made, to)
-        if not made.return_lse:
+        lse = attention.attend(self.stored(held, n_rows), rows, resolved, to)
+        if not resolved.return_lse:
             return target.finish()
         return target.finish(), (lse[0] if single else lse.T if layout == "hnd" else lse)
 

@@ -27,23 +27,23 @@ class BlockStore(LayerStore, BlockStoreMethods):
 
     def attend_blocks(self, block_size: int, rows: list[Rows], options: AttendOptions) -> None:
         rows = [
-            one._replace(parts=[BlockPart(self, one.table, block_size, 0, one.length)])
-            for one in rows
+            row._replace(parts=[BlockPart(self, row.table, block_size, 0, row.length)])
+            for row in rows
         ]
         self.attend_parts(rows, options)
 
     def attend_parts(self, rows: list[Rows], options: AttendOptions) -> None:
-        for one in rows:
-            checks.check_finite(one.query, "query")  # all of them before the first is written
-        for one in rows:
-            assert one.parts is not None
-            stored = _StoredInBlocks(one.parts, self.config, one.length)
-            own = replace(options, start=one.start) if one.start else options
-            if options.window >= one.length:
+        for row in rows:
+            checks.check_finite(row.query, "query")  # all of them before the first is written
+        for row in rows:
+            assert row.parts is not None
+            stored = _StoredInBlocks(row.parts, self.config, row.length)
+            own = replace(options, start=row.start) if row.start else options
+            if options.window >= row.length:
                 own = replace(own, window=0, sink_tokens=0)
-            lse = attention.attend(stored, one.query, own, one.out)
-            if one.lse is not None:
-                one.lse[...] = lse
+            lse = attention.attend(stored, row.query, own, row.out)
+            if row.lse is not None:
+                row.lse[...] = lse
 
 
 class _StoredInBlocks(attention.Stored):

@@ -80,10 +80,10 @@ class GgmlFlashAttention(Competitor):
         # What tensors and graphs take besides their data, and the query and output of each copy.
         tensors = lib.tensor_overhead() + 64
         graph = lib.graph_overhead_custom(_GRAPH_NODES, False) + 64
-        each = 2 * row * context + 8 * workload.query.nbytes + 12 * tensors + graph
+        of_copy = 2 * row * context + 8 * workload.query.nbytes + 12 * tensors + graph
         mask = workload.hidden() if workload.query.ndim == 3 else np.empty((0, 0))
         mask = np.pad(mask, ((0, -len(mask) % _MASK_ROWS), (0, 0)))
-        self._context = lib.new_context(copies * each + 2 * mask.size + (1 << 20))
+        self._context = lib.new_context(copies * of_copy + 2 * mask.size + (1 << 20))
         if mask.size:
             self._mask = self._new_mask(lib, mask)
         self._start_backend(lib, num_threads)

@@ -168,7 +168,7 @@ def _model(workload: Workload, kind: str, scales: list[np.ndarray]) -> bytes:
         helper.make_tensor_value_info("present_key", cache_type, cache),
         helper.make_tensor_value_info("present_value", cache_type, cache),
     ]
-    names = [one.name for one in inputs]
+    names = [tensor.name for tensor in inputs]
     attributes: dict[str, Any] = {"num_heads": shape.num_heads, "kv_num_heads": shape.num_kv_heads}
     constants = []
     if kind == "int8":
@@ -186,7 +186,7 @@ def _model(workload: Workload, kind: str, scales: list[np.ndarray]) -> bytes:
     node = helper.make_node(
         "GroupQueryAttention",
         names,
-        [one.name for one in outputs],
+        [tensor.name for tensor in outputs],
         domain="com.microsoft",
         **attributes,
     )
