@@ -83,7 +83,7 @@ static inline void kvedge_state_decays(const float *decay, int n,
   }
 }
 
-/* Is it all finite, and of the shape? */
+/* Is it all finite, and of the shape? Where not, `status` is what to return. */
 int kvedge_state_is_valid(const kvedge_array *array, int64_t num_tokens, int num_heads, int dim, kvedge_status *status);
 
 /* Is no number above 0? */
