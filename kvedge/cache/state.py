@@ -1,4 +1,4 @@
-"""What a cache holds: its layers, how far each is, and all of it taken out or put in."""
+"""`CacheState`: the layers of a cache, its position in tokens, and its contents as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Numbers that come in, and the shape of a layer that they make."""
+"""`LayerConfig`: what one layer stores and how, checked; and the checks of numbers and names.
+
+Units are tokens, heads and channels; errors are InvalidArgumentError and say what was expected.
+"""
 
 from __future__ import annotations
 

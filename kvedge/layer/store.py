@@ -1,4 +1,4 @@
-"""What holds the keys and values of a layer: the interface of a backend's stores.
+"""`LayerStore`: keys and values of one layer, stored; the interface that each backend provides.
 
 A public layer is a face over a store, and a cache holds the stores of its layers; the modules
 beside this one work on stores. A backend provides one class of them (kvedge/backends/native.pyx,

@@ -1,4 +1,4 @@
-"""What a pool and a paged cache hold: blocks and who has them, sequences and their readings."""
+"""`PoolState`: blocks, their owners and stores. `PagedState`: a cache's sequences and readings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which class a state is of, as text: so that one that was written is read as what it was."""
+"""The classes of states by name: JSON for files and pickles, and states of zeros made from it."""
 
 from __future__ import annotations
 

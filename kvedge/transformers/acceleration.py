@@ -1,4 +1,4 @@
-"""Layers with states on kvedge's kernels: their functions replaced, in one model's layers alone.
+"""`accelerate(model)`: layers with recurrent states compute their steps with kvedge's kernels.
 
 A layer calls the functions of its step by the names they have in its module. Neither the module nor
 the class is touched: the layer gets a ``forward`` of its own, which has the same code, and finds
