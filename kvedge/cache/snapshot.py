@@ -196,7 +196,7 @@ class KvCacheSnapshot:
         """
         contents = self.detach()._contents
         assert contents is not None
-        return b"".join(session.pieces(_holding(contents)))
+        return b"".join(session.file_pieces(_holding(contents)))
 
     @classmethod
     @memory_for("the bytes of a snapshot")

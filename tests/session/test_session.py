@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import stat
-import sys
 import threading
 import zipfile
 
@@ -526,54 +525,6 @@ def test_mmap_is_a_yes_or_no(path, rng, mmap):
     filled_cache(rng).save(path)
     with refuses(errors.InvalidArgumentError, match="mmap"):
         KVCache.load(path, mmap=mmap)
-
-
-def test_without_safetensors_the_extra_is_named(path, rng, monkeypatch):
-    cache = filled_cache(rng)
-    cache.save(path)
-    before = path.read_bytes()
-    for module in ("safetensors", "safetensors.numpy"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with refuses(errors.MissingExtraError, cache, match="kvedge[io]"):
-        cache.save(path)
-    with refuses(errors.MissingExtraError, match="kvedge[io]"):
-        KVCache.load(path)
-    assert path.read_bytes() == before
-
-
-class Failing:
-    """Finds safetensors, and fails to import it."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def find_spec(self, name, path=None, target=None):
-        if name == "safetensors":
-            raise self.error
-        return
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ImportError("cannot map its library", name="safetensors"), errors.MissingExtraError),
-        (ModuleNotFoundError("No module named 'x'", name="x"), errors.MissingExtraError),
-        (MemoryError("no room to import"), errors.OutOfMemoryError),
-    ],
-    ids=["broken", "incomplete", "no-memory"],
-)
-def test_a_safetensors_that_cannot_be_imported_is_not_called_missing(
-    path, rng, monkeypatch, error, expected
-):
-    cache = filled_cache(rng)
-    cache.save(path)
-    for name in [name for name in sys.modules if name.split(".")[0] == "safetensors"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Failing(error), *sys.meta_path])
-    for call in (lambda: cache.save(path), lambda: KVCache.load(path)):
-        with pytest.raises(expected) as caught:
-            call()
-        assert str(error) in str(caught.value) and "pip install" not in str(caught.value)
 
 
 def test_loading_while_another_thread_saves_gives_one_or_the_other(path, rng, mmap):

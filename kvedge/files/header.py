@@ -1,0 +1,326 @@
+"""The format of all files: safetensors, which other tools read.
+
+https://github.com/huggingface/safetensors#format: 8 bytes with the length of the header, the header
+in JSON, the tensors one after the other. Nothing in a file is trusted: of its header no more is
+parsed than strings, and objects as short as those of tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+import numpy as np
+
+from kvedge.core.checks import checked_path
+from kvedge.errors import CorruptFileError, InvalidArgumentError
+
+__all__ = [
+    "MAX_HEADER",
+    "Tensor",
+    "TypedArrays",
+    "corrupt",
+    "digest",
+    "header",
+    "naming",
+    "number_of",
+    "opened",
+    "pieces",
+    "read_header",
+    "read_into",
+]
+
+MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses longer ones
+_SHORT_HEADER = 1 << 20  # bytes that are quickly parsed, whatever they are
+_LONGEST_ENTRY = 200  # characters of a tensor's name and object, with room for spaces
+_ENTRY = {"dtype", "shape", "data_offsets"}
+
+#: NumPy's types of elements, by safetensors' names of those that kvedge writes.
+_TYPES: dict[str, np.dtype] = {
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(np.uint8),
+    "F8_E5M2": np.dtype(np.uint8),
+    "U16": np.dtype(np.uint16),
+    "BF16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+
+#: Arrays by name, each after safetensors' name of its type.
+TypedArrays = Mapping[str, tuple[str, np.ndarray]]
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    dtype: str  # safetensors' name: "I8", "F16", "F32"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+    @property
+    def elements(self) -> np.dtype:
+        """NumPy's type of its elements."""
+        return _TYPES[self.dtype]
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def pieces(fields: Mapping[str, str], tensors: TypedArrays) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, one after the other, with the digest of all as metadata "sha256"."""
+    signed = {**fields, "sha256": digest(fields, tensors)}
+    order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
+    yield header(signed, {name: tensors[name] for name in order})
+    for name in order:
+        yield tensors[name][1].reshape(-1).view(np.uint8).data
+
+
+def header(fields: Mapping[str, str], tensors: TypedArrays) -> bytes:
+    """A file up to its tensors, which follow in this order."""
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(fields.items()))}
+    offset = 0
+    for name, (dtype, array) in tensors.items():
+        entries[name] = {
+            "dtype": dtype,
+            "shape": array.shape,
+            "data_offsets": (offset, offset + array.nbytes),
+        }
+        offset += array.nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    if len(text) > MAX_HEADER:
+        raise InvalidArgumentError(
+            f"metadata takes too much room: a header of {len(text)} bytes where {MAX_HEADER} are "
+            "the limit"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def digest(fields: Mapping[str, str], tensors: TypedArrays) -> str:
+    """SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
+    sha256 = hashlib.sha256()
+    covered = {name: value for name, value in fields.items() if name != "sha256"}
+    sha256.update(json.dumps(covered, sort_keys=True).encode())
+    for name in sorted(tensors):
+        dtype, array = tensors[name]
+        sha256.update(json.dumps([name, dtype, array.shape]).encode())
+        if array.size:
+            sha256.update(array.reshape(-1).view(np.uint8).data)
+    return sha256.hexdigest()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def corrupt(what: str, cause: Exception | None = None) -> NoReturn:
+    """CorruptFileError; :func:`naming` puts the file's name before it."""
+    raise CorruptFileError(what) from cause
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Let CorruptFileErrors of the block begin with a file's name."""
+    try:
+        yield
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{file}: {error}") from error.__cause__
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file to be read; CorruptFileErrors of the block name it."""
+    path = checked_path(path)
+    mode = os.stat(path).st_mode
+    with naming(path):
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe waits for its writer
+            corrupt("it is not a regular file")
+        with open(path, "rb") as file:
+            yield file
+
+
+def read_header(
+    file: BinaryIO, most_tensors: Callable[[Mapping[str, str]], int]
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a file, which have to fill it without a gap.
+
+    A long header has to begin with the metadata, and is parsed beyond it only if it has room for
+    no more tensors than `most_tensors` gives for such metadata.
+    """
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    size = int.from_bytes(file.read(8), "little")
+    most = min(MAX_HEADER, end - 8)
+    if size > most:
+        corrupt(f"it is no safetensors file, or cut short: a header of {size} bytes, not {most}")
+    try:
+        fields, entries = _parse(file.read(size).decode(), most_tensors)
+    except CorruptFileError:
+        raise
+    except (ValueError, RecursionError) as error:
+        corrupt(f"it is no safetensors file, or damaged: {error}", error)
+    start = 8 + size
+    tensors = {}
+    for name, (dtype, shape, offsets) in sorted(entries.items(), key=lambda item: item[1][2]):
+        tensor = Tensor(dtype, shape, start, math.prod(shape) * _TYPES[dtype].itemsize)
+        found = [8 + size + offset for offset in offsets]
+        start += tensor.nbytes
+        if found != [tensor.offset, start]:
+            corrupt(
+                f"tensor {name[:60]!r} lies at bytes {found[0]} to {found[1]}, where "
+                f"{tensor.offset} to {start} belong to its type, its shape and those before it"
+            )
+        tensors[name] = tensor
+    if start != end:
+        corrupt(f"its tensors end at byte {start}, and it has {end}: it is damaged or cut short")
+    return fields, tensors
+
+
+_Entry = tuple[str, tuple[int, ...], tuple[int, int]]  # type, shape, begin and end of the data
+
+
+def _parse(
+    text: str, most_tensors: Callable[[Mapping[str, str]], int]
+) -> tuple[dict[str, str], dict[str, _Entry]]:
+    reader = _Reader(text)
+    is_long = len(text) > _SHORT_HEADER
+    fields: dict[str, str] = {}
+    entries = {}
+    for name in reader.members():
+        if name == "__metadata__":
+            fields = {key: reader.string() for key in reader.members()}
+            if is_long and len(text) - reader.at > most_tensors(fields) * _LONGEST_ENTRY:
+                raise ValueError("its header is too long for the tensors of such metadata")
+        elif is_long and not fields:
+            raise ValueError("its header is long, and does not begin with metadata")
+        else:
+            entries[name] = reader.entry()
+    if reader.at != len(text):
+        raise ValueError(f"its header goes on after its end, character {reader.at}")
+    return fields, entries
+
+
+_SPACES = re.compile(r"[ \t\n\r]*")
+
+
+class _Reader:
+    """The JSON of a header, read from the front."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0  # the next character, none of the spaces between
+
+    def members(self) -> Iterator[str]:
+        """The keys of an object; whoever iterates reads the value of each before the next."""
+        known = set()
+        self._expect("{")
+        if self._next("}"):
+            return
+        while True:
+            key = self.string()
+            if key in known:
+                raise ValueError(f"{key[:60]!r} is there twice")
+            known.add(key)
+            self._expect(":")
+            yield key
+            if self._next("}"):
+                return
+            self._expect(",")
+
+    def string(self) -> str:
+        if not self.text.startswith('"', self.at):
+            raise ValueError(f"text is expected at character {self.at}, not {self._found()}")
+        text, end = _JSON.raw_decode(self.text, self.at)
+        text.encode()  # not half of a pair of surrogates
+        self._go_to(end)
+        return str(text)
+
+    def entry(self) -> _Entry:
+        """What a tensor's object says."""
+        end = self.text.find("}", self.at, self.at + _LONGEST_ENTRY) + 1
+        found = _JSON.decode(self.text[self.at : end]) if end else None
+        if not isinstance(found, dict) or found.keys() != _ENTRY:
+            wanted = f"a tensor's {', '.join(sorted(_ENTRY))}"
+            raise ValueError(f"{wanted} are expected at character {self.at}, not {self._found()}")
+        dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _TYPES:
+            raise ValueError(f"a tensor is of type {str(dtype)[:40]!r}, which kvedge never writes")
+        for numbers in (shape, offsets):
+            if not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
+                raise ValueError(f"a list of numbers is expected, not {str(numbers)[:40]!r}")
+        if len(offsets) != 2:
+            raise ValueError(f"a tensor has 2 data_offsets, not {len(offsets)}")
+        self._go_to(end)
+        return dtype, tuple(shape), (offsets[0], offsets[1])
+
+    def _expect(self, mark: str) -> None:
+        if not self._next(mark):
+            raise ValueError(f"{mark} is expected at character {self.at}, not {self._found()}")
+
+    def _next(self, mark: str) -> bool:
+        """Whether this character comes next; if so, go past it."""
+        if not self.text.startswith(mark, self.at):
+            return False
+        self._go_to(self.at + 1)
+        return True
+
+    def _go_to(self, at: int) -> None:
+        spaces = _SPACES.match(self.text, at)
+        assert spaces is not None
+        self.at = spaces.end()
+
+    def _found(self) -> str:
+        return repr(self.text[self.at : self.at + 20])
+
+
+def _natural(digits: str) -> int:
+    if not digits.isdigit() or len(digits) > 18:
+        raise ValueError(f"a number of 0 to 10^18 is expected, not {digits[:40]}")
+    return int(digits)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"a whole number is expected, not {text[:40]}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a tensor has one of {', '.join(found)[:60]} twice")
+    return found
+
+
+_JSON = json.JSONDecoder(
+    object_pairs_hook=_unique,
+    parse_int=_natural,
+    parse_float=_no_number,
+    parse_constant=_no_number,
+)
+
+
+def read_into(file: BinaryIO, tensor: Tensor, array: np.ndarray) -> None:
+    """Read a tensor into an array of its bytes."""
+    if not array.size:
+        return
+    file.seek(tensor.offset)
+    count = file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
+    if count != tensor.nbytes:
+        corrupt(f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
+
+
+def number_of(fields: Mapping[str, str], name: str) -> int:
+    """A field as the number that was written, or CorruptFileError."""
+    text = fields.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and str(int(text)) == text):
+        corrupt(f"its {name} is {text[:40]!r}, not a number")
+    return int(text)
