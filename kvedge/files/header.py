@@ -1,8 +1,7 @@
 """The format of all files: safetensors, which other tools read.
 
 https://github.com/huggingface/safetensors#format: 8 bytes with the length of the header, the header
-in JSON, the tensors one after the other. Nothing in a file is trusted: of its header no more is
-parsed than strings, and objects as short as those of tensors.
+in JSON, the tensors one after the other. Nothing in a file is trusted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ __all__ = [
 MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses longer ones
 _SHORT_HEADER = 1 << 20  # bytes that are quickly parsed, whatever they are
 _LONGEST_ENTRY = 200  # characters of a tensor's name and object, with room for spaces
-_ENTRY = {"dtype", "shape", "data_offsets"}
 
 #: NumPy's types of elements, by safetensors' names of those that kvedge writes.
 _TYPES: dict[str, np.dtype] = {
@@ -192,95 +190,66 @@ _Entry = tuple[str, tuple[int, ...], tuple[int, int]]  # type, shape, begin and 
 def _parse(
     text: str, most_tensors: Callable[[Mapping[str, str]], int]
 ) -> tuple[dict[str, str], dict[str, _Entry]]:
-    reader = _Reader(text)
     is_long = len(text) > _SHORT_HEADER
     fields: dict[str, str] = {}
-    entries = {}
-    for name in reader.members():
-        if name == "__metadata__":
-            fields = {key: reader.string() for key in reader.members()}
-            if is_long and len(text) - reader.at > most_tensors(fields) * _LONGEST_ENTRY:
+    entries: dict[str, _Entry] = {}
+    at = _past("{", text, 0)
+    while True:
+        name, at = _value('"', text, at)
+        at = _past(":", text, at)
+        if name in entries:
+            raise ValueError(f"tensor {name[:60]!r} is there twice")
+        if name == "__metadata__" and not fields:
+            fields, at = _value("{", text, at)
+            if not all(isinstance(value, str) for value in fields.values()):
+                raise ValueError("its metadata is not all text")
+            "".join([*fields, *fields.values()]).encode()  # no half of a pair of surrogates
+            if is_long and len(text) - at > most_tensors(fields) * _LONGEST_ENTRY:
                 raise ValueError("its header is too long for the tensors of such metadata")
         elif is_long and not fields:
             raise ValueError("its header is long, and does not begin with metadata")
         else:
-            entries[name] = reader.entry()
-    if reader.at != len(text):
-        raise ValueError(f"its header goes on after its end, character {reader.at}")
+            entries[name], at = _entry(text, at)
+        if text.startswith("}", at):
+            break
+        at = _past(",", text, at)
+    if _SPACES.fullmatch(text, at + 1) is None:
+        raise ValueError(f"its header goes on after its end, character {at}")
     return fields, entries
+
+
+def _entry(text: str, at: int) -> tuple[_Entry, int]:
+    """The object of a tensor, and where the text goes on."""
+    found, end = _value("{", text[at : at + _LONGEST_ENTRY], 0)
+    if found.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"dtype, shape, data_offsets are expected at character {at}, not {found}")
+    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _TYPES:
+        raise ValueError(f"a tensor is of type {dtype}, which kvedge never writes")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
+            raise ValueError(f"a list of numbers is expected, not {numbers}")
+    begin, end_of_data = offsets
+    return (dtype, tuple(shape), (begin, end_of_data)), at + end
 
 
 _SPACES = re.compile(r"[ \t\n\r]*")
 
 
-class _Reader:
-    """The JSON of a header, read from the front."""
+def _value(first: str, text: str, at: int) -> tuple[Any, int]:
+    """The value that begins there, with that character, and where the text goes on."""
+    _past(first, text, at)
+    value, end = _JSON.raw_decode(text, at)
+    return value, _past("", text, end)
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0  # the next character, none of the spaces between
 
-    def members(self) -> Iterator[str]:
-        """The keys of an object; whoever iterates reads the value of each before the next."""
-        known = set()
-        self._expect("{")
-        if self._next("}"):
-            return
-        while True:
-            key = self.string()
-            if key in known:
-                raise ValueError(f"{key[:60]!r} is there twice")
-            known.add(key)
-            self._expect(":")
-            yield key
-            if self._next("}"):
-                return
-            self._expect(",")
-
-    def string(self) -> str:
-        if not self.text.startswith('"', self.at):
-            raise ValueError(f"text is expected at character {self.at}, not {self._found()}")
-        text, end = _JSON.raw_decode(self.text, self.at)
-        text.encode()  # not half of a pair of surrogates
-        self._go_to(end)
-        return str(text)
-
-    def entry(self) -> _Entry:
-        """What a tensor's object says."""
-        end = self.text.find("}", self.at, self.at + _LONGEST_ENTRY) + 1
-        found = _JSON.decode(self.text[self.at : end]) if end else None
-        if not isinstance(found, dict) or found.keys() != _ENTRY:
-            wanted = f"a tensor's {', '.join(sorted(_ENTRY))}"
-            raise ValueError(f"{wanted} are expected at character {self.at}, not {self._found()}")
-        dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in _TYPES:
-            raise ValueError(f"a tensor is of type {str(dtype)[:40]!r}, which kvedge never writes")
-        for numbers in (shape, offsets):
-            if not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
-                raise ValueError(f"a list of numbers is expected, not {str(numbers)[:40]!r}")
-        if len(offsets) != 2:
-            raise ValueError(f"a tensor has 2 data_offsets, not {len(offsets)}")
-        self._go_to(end)
-        return dtype, tuple(shape), (offsets[0], offsets[1])
-
-    def _expect(self, mark: str) -> None:
-        if not self._next(mark):
-            raise ValueError(f"{mark} is expected at character {self.at}, not {self._found()}")
-
-    def _next(self, mark: str) -> bool:
-        """Whether this character comes next; if so, go past it."""
-        if not self.text.startswith(mark, self.at):
-            return False
-        self._go_to(self.at + 1)
-        return True
-
-    def _go_to(self, at: int) -> None:
-        spaces = _SPACES.match(self.text, at)
-        assert spaces is not None
-        self.at = spaces.end()
-
-    def _found(self) -> str:
-        return repr(self.text[self.at : self.at + 20])
+def _past(mark: str, text: str, at: int) -> int:
+    """Where the text goes on after a character that has to be there, and spaces."""
+    if not text.startswith(mark, at):
+        raise ValueError(f"{mark} is expected at character {at}, not {text[at : at + 20]!r}")
+    spaces = _SPACES.match(text, at + len(mark))
+    assert spaces is not None
+    return spaces.end()
 
 
 def _natural(digits: str) -> int:
@@ -296,7 +265,7 @@ def _no_number(text: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError(f"a tensor has one of {', '.join(found)[:60]} twice")
+        raise ValueError(f"one of {', '.join(found)[:60]} is there twice")
     return found
 
 

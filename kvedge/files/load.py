@@ -25,7 +25,6 @@ from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.core.storage import KEY_VECTORS, PART_OPTIONS
 from kvedge.errors import (
-    CorruptFileError,
     InvalidArgumentError,
     KvedgeError,
     NonFiniteInputError,
@@ -63,6 +62,7 @@ from kvedge.files.session import (
     VERSION_OF_RUNS,
     VERSION_OF_STATES,
     layers_field,
+    own_fields,
     parts_of,
     slabs_in_file,
     turns_field,
@@ -262,7 +262,8 @@ def _read_fields(
     if num_layers == 0:
         _check_no_layers(fields, states)
     else:
-        first = _first_config(fields, max(length, 1) if max_seq_len is None else max_seq_len)
+        capacity = max(length, 1) if max_seq_len is None else max_seq_len
+        first = _config(_options(fields), capacity, "its metadata")
         configs = [first] * num_layers
         if LAYERS in fields:
             configs, dropped, evicted_at = _read_layers(fields[LAYERS], first, num_layers, length)
@@ -335,33 +336,69 @@ def _check_no_layers(
         corrupt(f"its {(*other, 'num_layers')[0][:40]} is not that of a file of states alone")
 
 
-def _first_config(fields: Mapping[str, str], capacity: int) -> LayerConfig:
-    """What the fields say of all layers, but for those that differ."""
-    has_scales = _have_scales(fields["dtype"], fields.get(VALUE_DTYPE))
-    value_head_dim = VALUE_HEAD_DIM if VALUE_HEAD_DIM in fields else "head_dim"
+def _options(fields: Mapping[str, str]) -> dict[str, Any]:
+    """What the fields say of all layers, but for those that differ, as `own_fields` has it."""
+    numbers = ["num_kv_heads", "head_dim", *(name for name in PART_OPTIONS[:2] if name in fields)]
+    numbers += ["group_size"] if fields["group_size"] else []
+    options: dict[str, Any] = {name: number_of(fields, name) for name in numbers}
+    width = VALUE_HEAD_DIM if VALUE_HEAD_DIM in fields else "head_dim"
+    texts = (VALUE_DTYPE, VALUE_ROTATION, "recent_dtype")
+    return {
+        "group_size": "",
+        "dtype": fields["dtype"],
+        "value_head_dim": number_of(fields, width),
+        "scale_dtype": fields["scale_dtype"],
+        **{name: fields.get(name, "") for name in texts},
+        **options,
+    }
+
+
+def _config(options: Mapping[str, Any], capacity: int | None, whose: str) -> LayerConfig:
+    """The config of a layer with these options, which are those of a file."""
+    if options[VALUE_ROTATION] not in ("", HADAMARD):
+        corrupt(f"{whose} has the value_rotation {str(options[VALUE_ROTATION])[:40]!r}")
+    given = {**options, VALUE_ROTATION: options[VALUE_ROTATION] == HADAMARD}
+    given |= {name: given[name] or None for name in (VALUE_DTYPE, "recent_dtype")}
+    has_scales = _have_scales(given["dtype"], given[VALUE_DTYPE])
+    if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
+        given.update(group_size=None, scale_dtype="float32")
     try:
-        config = checks.layer_config(
-            fields["dtype"],
-            capacity,
-            number_of(fields, "num_kv_heads"),
-            number_of(fields, "head_dim"),
-            value_head_dim=number_of(fields, value_head_dim),
-            value_dtype=fields.get(VALUE_DTYPE),
-            group_size=number_of(fields, "group_size") if has_scales else None,
-            scale_dtype=fields["scale_dtype"] if has_scales else "float32",
-            recent=number_of(fields, "recent") if "recent" in fields else 0,
-            sinks=number_of(fields, "sinks") if "sinks" in fields else 0,
-            recent_dtype=fields.get("recent_dtype"),
-            recent_dtypes=FORMATS,
-            value_rotation=VALUE_ROTATION in fields,
-        )
-    except CorruptFileError:
-        raise
-    except KvedgeError as error:
-        corrupt(f"its metadata makes no cache: {error}", error)
-    if has_scales and fields["group_size"] != str(config.group_size):
-        corrupt(f"its group_size is {fields['group_size']}, beyond its rows")
+        config = checks.layer_config(capacity=capacity, recent_dtypes=FORMATS, **given)
+    except (KvedgeError, TypeError) as error:
+        corrupt(f"{whose} makes no layer: {error}", error)
+    if has_scales and given["group_size"] != config.group_size:
+        corrupt(f"{whose} has the group_size {given['group_size']}, beyond its rows")
     return config
+
+
+def _read_layers(
+    text: str, first: LayerConfig, num_layers: int, length: int
+) -> tuple[list[LayerConfig], list[int], list[int]]:
+    """Configs of layers that differ, how many tokens each has dropped, and where."""
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        corrupt(f"its {LAYERS} cannot be read: {type(error).__name__}: {error}", error)
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        corrupt(f"its {LAYERS} are not those of {num_layers} layers")
+    configs, dropped, evicted_at = [], [], []
+    for index, own in enumerate(listed):
+        if not isinstance(own, dict):
+            corrupt(f"its {LAYERS} hold no mapping for layer {index}")
+        options = {**own_fields(first, 0, 0), **own}
+        gone = {name: options.pop(name) for name in ("dropped", "evicted", "evicted_at")}
+        if any(type(n) is not int or not 0 <= n <= length for n in gone.values()):
+            corrupt(f"layer {index} has {str(gone)[:80]} of {length} tokens")
+        config = _config(options, None, f"layer {index} in its {LAYERS}")
+        n, at = gone["dropped"] + gone["evicted"], gone["evicted_at"]
+        if gone["dropped"] and (config.window is None or length - n < config.window - 1):
+            corrupt(f"layer {index} has dropped {n} of {length} tokens that it needs")
+        if at and not (config.window is None and 0 < n < at < length):
+            corrupt(f"layer {index} cannot have evicted {n} of {length} tokens at {at}")
+        configs.append(config)
+        dropped.append(n)
+        evicted_at.append(at)
+    return configs, dropped, evicted_at
 
 
 def _read_turns(text: str | None, form: CacheFormat) -> list[Turns | None]:
@@ -387,60 +424,6 @@ def _read_turns(text: str | None, form: CacheFormat) -> list[Turns | None]:
     if text != as_written:
         corrupt(f"its {KEY_TURNS} are not as kvedge writes them")
     return turns
-
-
-def _read_layers(
-    text: str, config: LayerConfig, num_layers: int, length: int
-) -> tuple[list[LayerConfig], list[int], list[int]]:
-    """Configs of layers that differ, how many tokens each has dropped, and where."""
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        corrupt(f"its {LAYERS} cannot be read: {type(error).__name__}: {error}", error)
-    if not isinstance(listed, list) or len(listed) != num_layers:
-        corrupt(f"its {LAYERS} are not those of {num_layers} layers")
-    configs, dropped, evicted_at = [], [], []
-    for index, own in enumerate(listed):
-        if not isinstance(own, dict):
-            corrupt(f"its {LAYERS} hold no mapping for layer {index}")
-        own = dict(own)
-        name = "evicted" if "evicted" in own else "dropped"
-        gone, at = own.pop(name, 0), own.pop("evicted_at", 0)
-        dtype = own.get("dtype", config.dtype)
-        value_dtype = own.pop(VALUE_DTYPE, config.value_dtype or "") or None
-        has_scales = _have_scales(dtype, value_dtype)
-        given = {
-            "dtype": dtype,
-            "value_dtype": value_dtype,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "value_head_dim": config.value_head_dim,
-            "group_size": config.group_size if config.has_scales else "",
-            "scale_dtype": config.scale_dtype if config.has_scales else "",
-            "value_rotation": HADAMARD if config.value_rotation else "",
-            **{name: getattr(config, name) for name in PART_OPTIONS},
-            **own,
-        }
-        if given["value_rotation"] not in ("", HADAMARD):
-            corrupt(f"its {LAYERS} have another value_rotation than kvedge in layer {index}")
-        given["value_rotation"] = given["value_rotation"] == HADAMARD
-        given["recent_dtype"] = given["recent_dtype"] or None
-        if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
-            given.update(group_size=None, scale_dtype="float32")
-        try:
-            made = checks.layer_config(capacity=None, recent_dtypes=FORMATS, **given)
-        except (KvedgeError, TypeError) as error:
-            corrupt(f"its {LAYERS} make no layer {index}: {error}", error)
-        if isinstance(gone, bool) or not isinstance(gone, int) or not 0 <= gone <= length:
-            corrupt(f"layer {index} cannot have {name} {str(gone)[:40]} of {length} tokens")
-        if gone and name == "dropped" and (made.window is None or length - gone < made.window - 1):
-            corrupt(f"layer {index} has dropped {gone} of {length} tokens that it needs")
-        if type(at) is not int or (at and not (made.window is None and 0 < gone < at < length)):
-            corrupt(f"layer {index} cannot have evicted at {str(at)[:40]}")
-        configs.append(made)
-        dropped.append(gone)
-        evicted_at.append(at)
-    return configs, dropped, evicted_at
 
 
 def _have_scales(*dtypes: Any) -> bool:

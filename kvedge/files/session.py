@@ -227,15 +227,15 @@ def layers_field(form: CacheFormat, dropped: Sequence[int], evicted_at: Sequence
     """
     if not form.layers:
         return ""
-    common = _own_fields(replace(form.layers[0], window=None), 0, 0)
+    common = own_fields(replace(form.layers[0], window=None), 0, 0)
     layers = []
     for config, num_dropped, at in zip(form.layers, dropped, evicted_at, strict=True):
-        own = _own_fields(config, num_dropped, at)
+        own = own_fields(config, num_dropped, at)
         layers.append({name: value for name, value in own.items() if value != common[name]})
     return json.dumps(layers, separators=(",", ":")) if any(layers) else ""
 
 
-def _own_fields(config: LayerConfig, dropped: int, evicted_at: int) -> dict[str, Any]:
+def own_fields(config: LayerConfig, dropped: int, evicted_at: int) -> dict[str, Any]:
     return {
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
