@@ -123,7 +123,7 @@ def load(
         It is of another namespace.
     CommandError
         It is a cache, but no session of this command, or one of another model.
-    CorruptFileError, MissingExtraError, OSError
+    CorruptFileError, OSError
         As :meth:`kvedge.KVCache.load`.
     """
     if ranks is not None:

@@ -22,7 +22,7 @@ from kvedge.core.checks import checked_path
 from kvedge.errors import CorruptFileError, InvalidArgumentError
 
 __all__ = [
-    "MAX_HEADER",
+    "TYPES",
     "Tensor",
     "TypedArrays",
     "corrupt",
@@ -36,12 +36,12 @@ __all__ = [
     "read_into",
 ]
 
-MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses longer ones
+_MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses longer ones
 _SHORT_HEADER = 1 << 20  # bytes that are quickly parsed, whatever they are
 _LONGEST_ENTRY = 200  # characters of a tensor's name and object, with room for spaces
 
 #: NumPy's types of elements, by safetensors' names of those that kvedge writes.
-_TYPES: dict[str, np.dtype] = {
+TYPES: dict[str, np.dtype] = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
     "F8_E4M3": np.dtype(np.uint8),
@@ -65,11 +65,6 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     nbytes: int
-
-    @property
-    def elements(self) -> np.dtype:
-        """NumPy's type of its elements."""
-        return _TYPES[self.dtype]
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -97,9 +92,9 @@ def header(fields: Mapping[str, str], tensors: TypedArrays) -> bytes:
         offset += array.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    if len(text) > MAX_HEADER:
+    if len(text) > _MAX_HEADER:
         raise InvalidArgumentError(
-            f"metadata takes too much room: a header of {len(text)} bytes where {MAX_HEADER} are "
+            f"metadata takes too much room: a header of {len(text)} bytes where {_MAX_HEADER} are "
             "the limit"
         )
     return len(text).to_bytes(8, "little") + text
@@ -158,41 +153,39 @@ def read_header(
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     size = int.from_bytes(file.read(8), "little")
-    most = min(MAX_HEADER, end - 8)
-    if size > most:
-        corrupt(f"it is no safetensors file, or cut short: a header of {size} bytes, not {most}")
+    if size > min(_MAX_HEADER, end - 8):
+        what = "it is no safetensors file, or cut short"
+        corrupt(
+            f"{what}: it has {end} bytes, its header {size}, and at most {_MAX_HEADER} are read"
+        )
     try:
         fields, entries = _parse(file.read(size).decode(), most_tensors)
     except CorruptFileError:
         raise
     except (ValueError, RecursionError) as error:
         corrupt(f"it is no safetensors file, or damaged: {error}", error)
-    start = 8 + size
+    at = 0
     tensors = {}
-    for name, (dtype, shape, offsets) in sorted(entries.items(), key=lambda item: item[1][2]):
-        tensor = Tensor(dtype, shape, start, math.prod(shape) * _TYPES[dtype].itemsize)
-        found = [8 + size + offset for offset in offsets]
-        start += tensor.nbytes
-        if found != [tensor.offset, start]:
+    for name, tensor in sorted(entries.items(), key=lambda entry: entry[1][2:]):
+        if tensor.offset != at:
             corrupt(
-                f"tensor {name[:60]!r} lies at bytes {found[0]} to {found[1]}, where "
-                f"{tensor.offset} to {start} belong to its type, its shape and those before it"
+                f"tensor {name[:60]!r} begins at {tensor.offset}, where {at} bytes lie before it"
             )
-        tensors[name] = tensor
-    if start != end:
-        corrupt(f"its tensors end at byte {start}, and it has {end}: it is damaged or cut short")
+        tensors[name] = tensor._replace(offset=8 + size + at)
+        at += tensor.nbytes
+    if 8 + size + at != end:
+        corrupt(
+            f"it has {end} bytes, and its tensors end at {8 + size + at}: it was cut or damaged"
+        )
     return fields, tensors
-
-
-_Entry = tuple[str, tuple[int, ...], tuple[int, int]]  # type, shape, begin and end of the data
 
 
 def _parse(
     text: str, most_tensors: Callable[[Mapping[str, str]], int]
-) -> tuple[dict[str, str], dict[str, _Entry]]:
+) -> tuple[dict[str, str], dict[str, Tensor]]:
     is_long = len(text) > _SHORT_HEADER
     fields: dict[str, str] = {}
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Tensor] = {}
     at = _past("{", text, 0)
     while True:
         name, at = _value('"', text, at)
@@ -218,19 +211,21 @@ def _parse(
     return fields, entries
 
 
-def _entry(text: str, at: int) -> tuple[_Entry, int]:
+def _entry(text: str, at: int) -> tuple[Tensor, int]:
     """The object of a tensor, and where the text goes on."""
     found, end = _value("{", text[at : at + _LONGEST_ENTRY], 0)
     if found.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"dtype, shape, data_offsets are expected at character {at}, not {found}")
     dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _TYPES:
+    if not isinstance(dtype, str) or dtype not in TYPES:
         raise ValueError(f"a tensor is of type {dtype}, which kvedge never writes")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
             raise ValueError(f"a list of numbers is expected, not {numbers}")
-    begin, end_of_data = offsets
-    return (dtype, tuple(shape), (begin, end_of_data)), at + end
+    nbytes = math.prod(shape) * TYPES[dtype].itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"a tensor {dtype} {shape} has {nbytes} bytes, not those of {offsets}")
+    return Tensor(dtype, tuple(shape), offsets[0], nbytes), at + end
 
 
 _SPACES = re.compile(r"[ \t\n\r]*")

@@ -30,8 +30,10 @@ from kvedge.errors import (
     NonFiniteInputError,
     OutOfMemoryError,
 )
+from kvedge.files import session
 from kvedge.files.contents import CacheFormat
 from kvedge.files.header import (
+    TYPES,
     Tensor,
     corrupt,
     digest,
@@ -40,34 +42,6 @@ from kvedge.files.header import (
     opened,
     read_header,
     read_into,
-)
-from kvedge.files.session import (
-    AUTO,
-    FIELDS,
-    FORMAT,
-    HADAMARD,
-    KEY_SCALE,
-    KEY_TURNS,
-    LAYERS,
-    NO_LAYER,
-    PARTS,
-    STATE_FILE_TYPES,
-    STATE_KINDS,
-    STATES,
-    USER,
-    VALUE_DTYPE,
-    VALUE_HEAD_DIM,
-    VALUE_ROTATION,
-    VERSION,
-    VERSION_OF_RUNS,
-    VERSION_OF_STATES,
-    layers_field,
-    own_fields,
-    parts_of,
-    slabs_in_file,
-    turns_field,
-    types_of,
-    version_of,
 )
 from kvedge.files.tensors import check_numbers
 from kvedge.layer.parts import (
@@ -94,8 +68,8 @@ from kvedge.states.layer import (
 __all__ = ["load", "load_bytes"]
 
 # Of a layer, with all parts.
-_MAX_TENSORS = len(memory.Slabs._fields) * (1 + len(PARTS)) + len(KEY_VECTORS)
-_STATE_DTYPES = {file_type: dtype for dtype, file_type in STATE_FILE_TYPES.items()}
+_MAX_TENSORS = len(memory.Slabs._fields) * (1 + len(session.PARTS)) + len(KEY_VECTORS)
+_STATE_DTYPES = {file_type: dtype for dtype, file_type in session.STATE_FILE_TYPES.items()}
 _STATE_NAME = re.compile(r"states\.(0|[1-9][0-9]{0,3})\.(\w+)", re.ASCII)
 
 
@@ -157,7 +131,9 @@ def load_bytes(make: _Make[_State], data: bytes | bytearray | memoryview, what: 
 
 def _load(make: _Make[_State], file: BinaryIO, mmap: bool) -> _State:
     fields, tensors = read_header(file, _most_tensors)
-    of_states = {name: tensor for name, tensor in tensors.items() if name.startswith(STATES)}
+    of_states = {
+        name: tensor for name, tensor in tensors.items() if name.startswith(session.STATES)
+    }
     of_layers = {name: tensor for name, tensor in tensors.items() if name not in of_states}
     described = _read_fields(fields, _read_states(of_states))
     form, tokens = described.form, described.tokens
@@ -168,8 +144,8 @@ def _load(make: _Make[_State], file: BinaryIO, mmap: bool) -> _State:
     else:
         _read(file, of_layers, cache, tokens)
     arrays = _loaded_arrays(file, of_layers, cache, tokens)
-    if STATE_KINDS in fields:
-        _put_kinds(fields[STATE_KINDS], form, cache)
+    if session.STATE_KINDS in fields:
+        _put_kinds(fields[session.STATE_KINDS], form, cache)
     arrays |= _loaded_states(file, of_states, form, cache)
     content = {name: (tensors[name].dtype, array) for name, array in arrays.items()}
     if digest(fields, content) != fields["sha256"]:
@@ -181,7 +157,7 @@ def _load(make: _Make[_State], file: BinaryIO, mmap: bool) -> _State:
             corrupt(str(error), error)
     layers = [_layer(arrays, index, config) for index, config in enumerate(form.layers)]
     maps, parts = zip(*layers, strict=True) if layers else ((), ())
-    turns = _read_turns(fields.get(KEY_TURNS), form)
+    turns = _read_turns(fields.get("key_turns"), form)
     adopted = zip(tokens, maps, described.dropped, parts, turns, described.evicted_at, strict=True)
     cache.adopt(described.length, list(adopted))
     for state in cache.states:
@@ -198,13 +174,13 @@ def _most_tensors(fields: Mapping[str, str]) -> int:
 
 
 def _check_kind(fields: Mapping[str, str]) -> None:
-    if fields.get("format") != FORMAT:
+    if fields.get("format") != session.FORMAT:
         corrupt("it is a safetensors file, but not of a kvedge cache")
 
 
 def _least_layers(fields: Mapping[str, str]) -> int:
     """Layers of keys and values that a file has at least: beside states it may have none."""
-    return 0 if fields.get("format_version") == VERSION_OF_STATES else 1
+    return 0 if fields.get("format_version") == session.VERSION_OF_STATES else 1
 
 
 def _num_layers(fields: Mapping[str, str]) -> int:
@@ -265,52 +241,53 @@ def _read_fields(
         capacity = max(length, 1) if max_seq_len is None else max_seq_len
         first = _config(_options(fields), capacity, "its metadata")
         configs = [first] * num_layers
-        if LAYERS in fields:
-            configs, dropped, evicted_at = _read_layers(fields[LAYERS], first, num_layers, length)
+        if "layers" in fields:
+            configs, dropped, evicted_at = _read_layers(fields["layers"], first, num_layers, length)
     form = CacheFormat.of(configs, states)
-    if fields["format_version"] != version_of(form):
+    found, version = fields["format_version"], session.version_of(form)
+    if found != version:
         corrupt(
-            f"its format_version is {fields['format_version']!r}, and that of what it holds "
-            f"{version_of(form)!r}: runs of 32 tokens lay otherwise before version 2, states are "
-            "in version 3 alone",
+            f"its format_version is {found!r}, and that of what it holds {version!r}: runs of 32 "
+            "tokens lay otherwise before version 2, states are in version 3 alone",
         )
     if fields["key_offset"] and not any(config.keys_have_scales for config in form.layers):
         corrupt("its key_offset is for keys with scales, and it has none")
-    if KEY_SCALE in fields and not any(config.has_auto_scale for config in form.layers):
-        corrupt(f"its {KEY_SCALE} is for formats of up to 8 bits, and it has none")
+    if "key_scale" in fields and not any(config.has_auto_scale for config in form.layers):
+        corrupt("its key_scale is for formats of up to 8 bits, and it has none")
     # The text has to be that which these layers have: no other number, name or order will do.
-    if fields.get(LAYERS, "") != layers_field(form, dropped, evicted_at):
-        corrupt(f"its {LAYERS} are not as kvedge writes them")
+    if fields.get("layers", "") != session.layers_field(form, dropped, evicted_at):
+        corrupt("its layers are not as kvedge writes them")
     return _Described(form, length, max_seq_len, dropped, evicted_at)
 
 
 def _check_fields(fields: Mapping[str, str]) -> None:
     """Refuse fields that are missing, unknown, or at odds with each other."""
     _check_kind(fields)
-    if fields.get("format_version") not in (VERSION, VERSION_OF_RUNS, VERSION_OF_STATES):
+    versions = (session.VERSION, session.VERSION_OF_RUNS, session.VERSION_OF_STATES)
+    if fields.get("format_version") not in versions:
         corrupt(
             f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
-            f"{VERSION!r} to {VERSION_OF_STATES!r}: it is damaged, or a newer kvedge wrote it",
+            f"{', '.join(versions)}: it is damaged, or a newer kvedge wrote it",
         )
-    wanted = [*FIELDS, "sha256"]
-    in_runs = fields.get("dtype") in IN_RUNS or fields.get(VALUE_DTYPE) in IN_RUNS
+    wanted = [*session.FIELDS, "sha256"]
+    in_runs = fields.get("dtype") in IN_RUNS or fields.get("value_dtype") in IN_RUNS
     if in_runs or any(name in fields for name in PART_OPTIONS):
         wanted += PART_OPTIONS
     missing = [name for name in wanted if name not in fields]
     if missing:
         corrupt(f"its metadata lacks {', '.join(missing)}")
-    known = (*wanted, KEY_SCALE, KEY_TURNS, VALUE_DTYPE, VALUE_HEAD_DIM, VALUE_ROTATION, LAYERS)
-    unknown = [name for name in fields if name not in known and not name.startswith(USER)]
+    known = (*session.FIELDS, *session.MORE_FIELDS, "sha256")
+    unknown = [name for name in fields if name not in known and not name.startswith(session.USER)]
     if unknown:
         corrupt(f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
-    for name, text in ((VALUE_ROTATION, HADAMARD), (KEY_SCALE, AUTO)):
+    for name, text in (("value_rotation", session.HADAMARD), ("key_scale", session.AUTO)):
         if fields.get(name, text) != text:
             corrupt(f"its {name} is {fields[name][:40]!r}, not {text!r}")
-    for name, other in ((VALUE_DTYPE, "dtype"), (VALUE_HEAD_DIM, "head_dim")):
+    for name, other in (("value_dtype", "dtype"), ("value_head_dim", "head_dim")):
         if fields.get(name) == fields[other]:
             corrupt(f"its {name} is its {other}, which kvedge never writes")
-    has_scales = _have_scales(fields["dtype"], fields.get(VALUE_DTYPE))
-    if fields["key_offset"] not in ("", AUTO if has_scales or LAYERS in fields else ""):
+    has_scales = _have_scales(fields["dtype"], fields.get("value_dtype"))
+    if fields["key_offset"] not in ("", session.AUTO if has_scales or "layers" in fields else ""):
         corrupt(f"its key_offset is {fields['key_offset'][:40]!r}")
     if "recent" in fields and fields["recent"] == fields["sinks"] == "0" and not in_runs:
         corrupt("it has a recent_dtype and no tokens of it, which kvedge never writes")
@@ -322,27 +299,24 @@ def _check_no_layers(
     fields: Mapping[str, str], states: tuple[tuple[int, StateConfig], ...]
 ) -> None:
     """Refuse what a file says of keys and values that has states alone."""
-    wanted = {
-        "num_kv_heads": str(NO_LAYER.num_kv_heads),
-        "head_dim": str(NO_LAYER.head_dim),
-        "dtype": NO_LAYER.dtype,
-        "group_size": str(NO_LAYER.group_size),
-        "scale_dtype": NO_LAYER.scale_dtype,
-        "key_offset": "",
-    }
-    other = [name for name, text in wanted.items() if fields[name] != text]
-    other += [n for n in fields if n not in (*FIELDS, "sha256") and not n.startswith(USER)]
+    wanted = session.own_fields(session.NO_LAYER, 0, 0) | {"key_offset": ""}
+    other = [
+        name for name in session.FIELDS if name in wanted and fields[name] != str(wanted[name])
+    ]
+    other += [
+        n for n in fields if n not in (*session.FIELDS, "sha256") and not n.startswith(session.USER)
+    ]
     if other or not states:
         corrupt(f"its {(*other, 'num_layers')[0][:40]} is not that of a file of states alone")
 
 
 def _options(fields: Mapping[str, str]) -> dict[str, Any]:
-    """What the fields say of all layers, but for those that differ, as `own_fields` has it."""
+    """What the fields say of all layers but those that differ, as `own_fields` has it."""
     numbers = ["num_kv_heads", "head_dim", *(name for name in PART_OPTIONS[:2] if name in fields)]
     numbers += ["group_size"] if fields["group_size"] else []
     options: dict[str, Any] = {name: number_of(fields, name) for name in numbers}
-    width = VALUE_HEAD_DIM if VALUE_HEAD_DIM in fields else "head_dim"
-    texts = (VALUE_DTYPE, VALUE_ROTATION, "recent_dtype")
+    width = "value_head_dim" if "value_head_dim" in fields else "head_dim"
+    texts = ("value_dtype", "value_rotation", "recent_dtype")
     return {
         "group_size": "",
         "dtype": fields["dtype"],
@@ -355,11 +329,11 @@ def _options(fields: Mapping[str, str]) -> dict[str, Any]:
 
 def _config(options: Mapping[str, Any], capacity: int | None, whose: str) -> LayerConfig:
     """The config of a layer with these options, which are those of a file."""
-    if options[VALUE_ROTATION] not in ("", HADAMARD):
-        corrupt(f"{whose} has the value_rotation {str(options[VALUE_ROTATION])[:40]!r}")
-    given = {**options, VALUE_ROTATION: options[VALUE_ROTATION] == HADAMARD}
-    given |= {name: given[name] or None for name in (VALUE_DTYPE, "recent_dtype")}
-    has_scales = _have_scales(given["dtype"], given[VALUE_DTYPE])
+    if options["value_rotation"] not in ("", session.HADAMARD):
+        corrupt(f"{whose} has the value_rotation {str(options['value_rotation'])[:40]!r}")
+    given = {**options, "value_rotation": options["value_rotation"] == session.HADAMARD}
+    given |= {name: given[name] or None for name in ("value_dtype", "recent_dtype")}
+    has_scales = _have_scales(given["dtype"], given["value_dtype"])
     if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
         given.update(group_size=None, scale_dtype="float32")
     try:
@@ -378,18 +352,18 @@ def _read_layers(
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        corrupt(f"its {LAYERS} cannot be read: {type(error).__name__}: {error}", error)
+        corrupt(f"its layers cannot be read: {type(error).__name__}: {error}", error)
     if not isinstance(listed, list) or len(listed) != num_layers:
-        corrupt(f"its {LAYERS} are not those of {num_layers} layers")
+        corrupt(f"its layers are not those of {num_layers} layers")
     configs, dropped, evicted_at = [], [], []
     for index, own in enumerate(listed):
         if not isinstance(own, dict):
-            corrupt(f"its {LAYERS} hold no mapping for layer {index}")
-        options = {**own_fields(first, 0, 0), **own}
+            corrupt(f"its layers hold no mapping for layer {index}")
+        options = {**session.own_fields(first, 0, 0), **own}
         gone = {name: options.pop(name) for name in ("dropped", "evicted", "evicted_at")}
         if any(type(n) is not int or not 0 <= n <= length for n in gone.values()):
             corrupt(f"layer {index} has {str(gone)[:80]} of {length} tokens")
-        config = _config(options, None, f"layer {index} in its {LAYERS}")
+        config = _config(options, None, f"layer {index} in its layers")
         n, at = gone["dropped"] + gone["evicted"], gone["evicted_at"]
         if gone["dropped"] and (config.window is None or length - n < config.window - 1):
             corrupt(f"layer {index} has dropped {n} of {length} tokens that it needs")
@@ -418,11 +392,11 @@ def _read_turns(text: str | None, form: CacheFormat) -> list[Turns | None]:
             if pairs and not one.is_valid(config.head_dim):
                 raise ValueError("a turn that kvedge never makes")
             turns.append(one if pairs else None)
-        as_written = turns_field(turns)
+        as_written = session.turns_field(turns)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        corrupt(f"its {KEY_TURNS} cannot be read: {type(error).__name__}: {error}", error)
+        corrupt(f"its key_turns cannot be read: {type(error).__name__}: {error}", error)
     if text != as_written:
-        corrupt(f"its {KEY_TURNS} are not as kvedge writes them")
+        corrupt("its key_turns are not as kvedge writes them")
     return turns
 
 
@@ -444,10 +418,10 @@ def _check_tensors(tensors: Mapping[str, Tensor], described: _Described) -> None
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
         tokens, dropped = described.tokens[index], described.dropped[index]
         held = (tokens, *_tokens_of_parts(tensors, index, config, tokens, dropped))
-        for (prefix, own), count in zip(slabs_in_file(index, config), held, strict=True):
+        for (prefix, own), count in zip(session.slabs_in_file(index, config), held, strict=True):
             layout, of_rows = memory.slab_layout(own), memory.tokens_per_rows(own)
             for field, dtype, n, (rows, _) in zip(
-                memory.Slabs._fields, types_of(own), of_rows, layout, strict=True
+                memory.Slabs._fields, session.types_of(own), of_rows, layout, strict=True
             ):
                 wanted[f"{prefix}.{field}"] = (dtype, (count // n, *rows[1:]))
     for name, (dtype, shape) in wanted.items():
@@ -467,7 +441,7 @@ def _tokens_of_parts(
     """How many tokens the parts of a layer hold: of first and last ones that is up to the file."""
     held: list[int] = []
     for part, (prefix, own) in zip(
-        ("", *parts_of(config)), slabs_in_file(index, config), strict=True
+        ("", *session.parts_of(config)), session.slabs_in_file(index, config), strict=True
     ):
         if not part:
             continue
@@ -501,9 +475,9 @@ def _reserve(make: _Make[_State], fields: Mapping[str, str], described: _Describ
     gets its slabs from the file, but may grow to max_seq_len. Where the system refuses that, but
     has room for the tokens that are there, the file asks for too much.
     """
-    own = {name for name in fields if name.startswith(USER)} - {STATE_KINDS}
-    user = {name[len(USER) :]: text for name, text in fields.items() if name in own}
-    rule = KeyRule(fields["key_offset"] == AUTO, KEY_SCALE in fields)
+    own = {name for name in fields if name.startswith(session.USER)} - {session.STATE_KINDS}
+    user = {name[len(session.USER) :]: text for name, text in fields.items() if name in own}
+    rule = KeyRule(fields["key_offset"] == session.AUTO, "key_scale" in fields)
     form, tokens, max_seq_len = described.form, described.tokens, described.max_seq_len
     form = replace(form, layers=tuple(map(config_of_today, form.layers)))
     try:
@@ -568,7 +542,7 @@ def _loaded_arrays(
             arrays[f"layers.{index}.{name}"] = slab[: tokens[index]]
     for name, tensor in tensors.items():
         if name not in arrays:
-            arrays[name] = np.empty(tensor.shape, tensor.elements)
+            arrays[name] = np.empty(tensor.shape, TYPES[tensor.dtype])
             read_into(file, tensor, arrays[name])
     return arrays
 
@@ -593,7 +567,7 @@ def _loaded_states(
     arrays = {}
     for (index, _), state in zip(form.states, cache.states, strict=True):
         for name, array in state.arrays.items():
-            tensor = f"{STATES}{index}.{name}"
+            tensor = f"{session.STATES}{index}.{name}"
             read_into(file, tensors[tensor], array)
             arrays[tensor] = array
     return arrays
@@ -610,7 +584,7 @@ def _layer(
     key_map = KeyMap(*map(arrays.get, vectors))
     held = []
     for part, (prefix, own) in zip(
-        ("", *parts_of(config)), slabs_in_file(index, config), strict=True
+        ("", *session.parts_of(config)), session.slabs_in_file(index, config), strict=True
     ):
         slabs = memory.Slabs(*(arrays[f"{prefix}.{name}"] for name in memory.Slabs._fields))
         for name, array in zip(memory.Slabs._fields, slabs, strict=True):

@@ -76,18 +76,19 @@ FIELDS = (
     "max_seq_len",  # "" for a cache that grows
     "key_offset",  # "auto": layers without one take it from their first tokens; else ""
 )
+# Fields that some files have.
+MORE_FIELDS = (
+    "key_scale",  # "auto": layers take it from their first tokens
+    "key_turns",  # where keys are still to be turned: JSON, see `turns_field`
+    "layers",  # where layers differ or have windows: JSON, see `layers_field`
+    "value_dtype",  # where it is not dtype
+    "value_head_dim",  # where it is not head_dim
+    "value_rotation",  # where values are rotated: by which matrix
+    *PART_OPTIONS,  # where first or last tokens are held in another format too
+)
 AUTO = "auto"
-KEY_SCALE = "key_scale"  # "auto": a field of files whose layers take it from their first tokens
-VALUE_DTYPE = "value_dtype"  # a field of files where it is not dtype
-VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
-VALUE_ROTATION = "value_rotation"  # a field of files where values are rotated: by which matrix
-HADAMARD = "hadamard"  # the only one; rows of parts are not rotated but for runs
+HADAMARD = "hadamard"  # the only value_rotation; rows of parts are not rotated but for runs
 PARTS = ("first", "last", "runs")  # tensors of such: layers.{i}.PART.NAME; runs of formats of runs
-# A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
-# fields above, which are those of layer 0, do not say; see `layers_field`.
-LAYERS = "layers"
-# A field of files whose keys are still to be turned: JSON, see `turns_field`.
-KEY_TURNS = "key_turns"
 #: What the fields tell of layers of keys and values where there are none.
 NO_LAYER = LayerConfig("int8", 1, 0, 0, 0, 0, "float32")
 _MAX_METADATA = 50_000_000  # bytes: half of a header's is left to the tensors
@@ -167,41 +168,29 @@ def version_of(form: CacheFormat) -> str:
 def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
     form = contents.format
     first = form.layers[0] if form.layers else NO_LAYER
-    values = (
-        FORMAT,
-        version_of(form),
-        form.num_layers,
-        first.num_kv_heads,
-        first.head_dim,
-        first.dtype,
-        first.group_size if first.has_scales else "",
-        first.scale_dtype if first.has_scales else "",
-        contents.length,
-        "" if cache.max_seq_len is None else cache.max_seq_len,
-        AUTO if cache.key_rule.auto_offset else "",
-    )
-    fields = {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
-    if first.value_dtype is not None:
-        fields[VALUE_DTYPE] = first.value_dtype
-    if first.value_head_dim != first.head_dim:
-        fields[VALUE_HEAD_DIM] = str(first.value_head_dim)
-    if first.value_rotation:
-        fields[VALUE_ROTATION] = HADAMARD
-    if cache.key_rule.auto_scale:
-        fields[KEY_SCALE] = AUTO
+    own = own_fields(first, 0, 0)
+    fields = {
+        "format": FORMAT,
+        "format_version": version_of(form),
+        "num_layers": form.num_layers,
+        "length": contents.length,
+        "max_seq_len": "" if cache.max_seq_len is None else cache.max_seq_len,
+        "key_offset": AUTO if cache.key_rule.auto_offset else "",
+    }
+    fields |= {name: own[name] for name in FIELDS if name in own}
+    evicted_at = [layer.evicted_at % max(contents.length, 1) for layer in contents.layers]
+    more = {
+        "key_scale": AUTO if cache.key_rule.auto_scale else "",
+        "key_turns": turns_field([layer.turns for layer in contents.layers]),
+        "layers": layers_field(form, [layer.num_dropped for layer in contents.layers], evicted_at),
+        "value_dtype": own["value_dtype"],
+        "value_head_dim": "" if first.value_head_dim == first.head_dim else first.value_head_dim,
+        "value_rotation": own["value_rotation"],
+    }
     if first.recent_dtype:
-        fields.update({name: str(getattr(first, name)) for name in PART_OPTIONS})
-    text = layers_field(
-        form,
-        [layer.num_dropped for layer in contents.layers],
-        [layer.evicted_at % max(contents.length, 1) for layer in contents.layers],
-    )
-    if text:
-        fields[LAYERS] = text
-    text = turns_field([layer.turns for layer in contents.layers])
-    if text:
-        fields[KEY_TURNS] = text
-    return fields
+        more |= {name: own[name] for name in PART_OPTIONS}
+    fields |= {name: value for name, value in more.items() if value != ""}
+    return {name: str(value) for name, value in fields.items()}
 
 
 def turns_field(turns: Sequence[Turns | None]) -> str:

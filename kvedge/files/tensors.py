@@ -16,6 +16,7 @@ import numpy as np
 from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS
 from kvedge.files.header import (
+    TYPES,
     TypedArrays,
     corrupt,
     digest,
@@ -27,15 +28,8 @@ from kvedge.files.replacing import replacing
 
 __all__ = ["check_array", "check_numbers", "read", "read_arrays", "typed", "write"]
 
-_TYPES = {
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "float32": "F32",
-}
+# Safetensors' names of the types that these files have, by NumPy's.
+_TYPES = {TYPES[name].name: name for name in ("I8", "U8", "U16", "I32", "I64", "F16", "F32")}
 _MOST_TENSORS = 9 + 9 * MAX_LAYERS  # those of a pool
 
 
@@ -74,7 +68,7 @@ def read_arrays(file: BinaryIO, kind: str) -> tuple[dict[str, str], dict[str, np
         if tensor.dtype not in _TYPES.values():
             corrupt(f"tensor {name[:40]!r} is of type {tensor.dtype}, which is none of {kind}")
         try:
-            arrays[name] = np.empty(tensor.shape, tensor.elements)
+            arrays[name] = np.empty(tensor.shape, TYPES[tensor.dtype])
         except ValueError as error:  # of more axes than NumPy has, or so long beside one of 0
             corrupt(f"tensor {name[:40]!r} has a shape that no array has: {error}", error)
         read_into(file, tensor, arrays[name])

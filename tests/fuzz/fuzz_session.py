@@ -40,7 +40,7 @@ NUMPY = {
     "I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8, "BF16": np.uint16,
 }  # fmt: skip
 STATES = ("states.0.a", "states.2.a", "states.3.b", "states.3.b c", "states.4095.a", "states.0.")
-FIELDS = (*session.FIELDS, *PART_OPTIONS, session.KEY_SCALE, session.VALUE_DTYPE)
+FIELDS = (*session.FIELDS, *PART_OPTIONS, "key_scale", "value_dtype")
 FIELDS += ("sha256", "user.a", "")
 TEXTS = (
     *("", "0", "1", "2", "3", "8", "-1", "999999999999999999", "1e3", "\u0663", "1099511627776"),
@@ -48,9 +48,9 @@ TEXTS = (
 )
 VALID = {  # what these fields may be, in some file or other
     "key_offset": ("", "auto"),
-    session.KEY_SCALE: ("", "auto"),
+    "key_scale": ("", "auto"),
     "dtype": ("int8", "float32", "kivi4"),
-    session.VALUE_DTYPE: ("int8", "float32", "kivi4"),
+    "value_dtype": ("int8", "float32", "kivi4"),
     "recent": ("0", "2", "40"),
     "recent_dtype": ("float16", "float32", "int4"),
     "scale_dtype": ("", "float16", "float32"),

@@ -320,6 +320,63 @@ def test_foreign_files_are_refused(path, kind, mmap):
     assert_corrupt(path, FOREIGN[kind], mmap=mmap)
 
 
+CHANGES = {  # of a header, to what is no JSON or describes no tensors
+    "tensor twice": (b"value_codes", b"key_codes"),
+    "field twice": (b'"shape":[1,1,2]', b'"shape":[1,1,2],"shape":[1,1,2]'),
+    "field missing": (b'"shape":[1,1,2],', b""),
+    "unknown type": (b'"I8"', b'"X8"'),
+    "type of another size": (b'"I8"', b'"F32"'),
+    "type that is no text": (b'"I8"', b'["I8"]'),
+    "shape that is a number": (b"[1,1,2]", b"2"),
+    "text for a number": (b"[1,1,2]", b'[1,1,"2"]'),
+    "yes for a number": (b"[1,1,2]", b"[true,1,2]"),
+    "fraction": (b"[1,1,2]", b"[1,1,2.0]"),
+    "exponent": (b"[1,1,2]", b"[1,1,2e0]"),
+    "NaN": (b"[1,1,2]", b"[NaN,1,2]"),
+    "negative": (b"[1,1,2]", b"[-1,-1,2]"),
+    "negative zero": (b"[0,8]", b"[-0,8]"),
+    "leading zero": (b"[1,1,2]", b"[1,1,02]"),
+    "beyond 64 bits": (b"[0,8]", b"[0,18446744073709551624]"),
+    "beyond all numbers": (b"[0,8]", b"[0," + b"8" * 5000 + b"]"),
+    "nested": (b"[1,1,2]", b"[[1,1,2]]"),
+    "nested deeply": (b"[1,1,2]", b"[" * 50_000),
+    "another shape": (b"[1,1,2]", b"[1,1,3]"),
+    "gap": (b"[0,8]", b"[1,9]"),
+    "overlap": (b"[18,20]", b"[16,18]"),
+    "one offset": (b"[0,8]", b"[8]"),
+    "comma at the end": (b"]}}", b"]},}"),
+    "open at the end": (b"]}}", b"]}"),
+    "more at the end": (b"]}}", b"]}}{}"),
+    "zeros for spaces": (b" ", b"\0"),
+    "control character": (b"user.note", b"user.\n"),
+    "half of a surrogate pair": (b"user.note", b"user.\\ud800"),
+    "not UTF-8": (b"user.note", b"user.\xc3"),
+    "metadata of numbers": (b'"x"', b"1"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_headers_that_the_safetensors_package_refuses_are_refused(path, change):
+    data = small_file(path)
+    size = 8 + int.from_bytes(data[:8], "little")
+    before, old, after = data[8:size].rpartition(CHANGES[change][0])
+    assert old
+    assert_corrupt(path, header(before + CHANGES[change][1] + after, data[size:]))
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.numpy.load_file(path)
+
+
+def test_spaces_and_order_in_a_header_are_free(path):
+    data = small_file(path)
+    size = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:size])
+    entries = {name: dict(reversed(entries[name].items())) for name in reversed(entries)}
+    whole = cache_content(KVCache.load(path))
+    path.write_bytes(header(json.dumps(entries, indent=1).encode(), data[size:]))
+    assert cache_content(KVCache.load(path)) == whole
+    assert len(safetensors.numpy.load_file(path)) == 5
+
+
 def test_a_forged_file_without_a_change_loads(path, rng):
     cache = filled_cache(rng)
     cache.save(path)
