@@ -286,6 +286,9 @@ def _check_fields(fields: Mapping[str, str]) -> None:
     for name, other in (("value_dtype", "dtype"), ("value_head_dim", "head_dim")):
         if fields.get(name) == fields[other]:
             corrupt(f"its {name} is its {other}, which kvedge never writes")
+    for name in ("value_dtype", "recent_dtype"):
+        if fields.get(name) == "":
+            corrupt(f"its {name} is no name of a format")
     has_scales = _have_scales(fields["dtype"], fields.get("value_dtype"))
     if fields["key_offset"] not in ("", session.AUTO if has_scales or "layers" in fields else ""):
         corrupt(f"its key_offset is {fields['key_offset'][:40]!r}")
@@ -409,6 +412,9 @@ def _have_scales(*dtypes: Any) -> bool:
 
 def _check_tensors(tensors: Mapping[str, Tensor], described: _Described) -> None:
     """Compare names, types and shapes with what the metadata promises, before any is read."""
+    least = len(memory.Slabs._fields) * described.form.num_layers
+    if len(tensors) < least:
+        corrupt(f"it has {len(tensors)} tensors where its layers have at least {least}")
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, config in enumerate(described.form.layers):
         may_have_vectors = (config.keys_have_scales, not config.keys_in_runs)
