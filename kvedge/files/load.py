@@ -139,14 +139,14 @@ def _load(make: _Make[_State], file: BinaryIO, mmap: bool) -> _State:
     form, tokens = described.form, described.tokens
     _check_tensors(of_layers, described)
     cache = _reserve(make, fields, described)
-    if mmap and described.length > 0 and form.layers:
-        _map(file, of_layers, cache, tokens)
-    else:
-        _read(file, of_layers, cache, tokens)
-    arrays = _loaded_arrays(file, of_layers, cache, tokens)
+    is_mapped = mmap and described.length > 0 and form.layers
+    mapped = _map(file, of_layers, cache, tokens) if is_mapped else ()
     if session.STATE_KINDS in fields:
         _put_kinds(fields[session.STATE_KINDS], form, cache)
-    arrays |= _loaded_states(file, of_states, form, cache)
+    arrays = _arrays(tensors, described, cache)
+    for name, array in arrays.items():
+        if name not in mapped:
+            read_into(file, tensors[name], array)
     content = {name: (tensors[name].dtype, array) for name, array in arrays.items()}
     if digest(fields, content) != fields["sha256"]:
         corrupt("its content does not match its sha256: it was changed or damaged")
@@ -423,8 +423,9 @@ def _check_tensors(tensors: Mapping[str, Tensor], described: _Described) -> None
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
         tokens, dropped = described.tokens[index], described.dropped[index]
-        held = (tokens, *_tokens_of_parts(tensors, index, config, tokens, dropped))
-        for (prefix, own), count in zip(session.slabs_in_file(index, config), held, strict=True):
+        held = _tokens_held(tensors, index, config, tokens, dropped)
+        slabs = session.slabs_in_file(index, config)
+        for (_, prefix, own), count in zip(slabs, held, strict=True):
             layout, of_rows = memory.slab_layout(own), memory.tokens_per_rows(own)
             for field, dtype, n, (rows, _) in zip(
                 memory.Slabs._fields, session.types_of(own), of_rows, layout, strict=True
@@ -441,16 +442,12 @@ def _check_tensors(tensors: Mapping[str, Tensor], described: _Described) -> None
             corrupt(f"tensor {name} does not belong there")
 
 
-def _tokens_of_parts(
+def _tokens_held(
     tensors: Mapping[str, Tensor], index: int, config: LayerConfig, tokens: int, dropped: int
 ) -> list[int]:
-    """How many tokens the parts of a layer hold: of first and last ones that is up to the file."""
-    held: list[int] = []
-    for part, (prefix, own) in zip(
-        ("", *session.parts_of(config)), session.slabs_in_file(index, config), strict=True
-    ):
-        if not part:
-            continue
+    """Tokens of the rows and parts of a layer: of first and last ones it is up to the file."""
+    held = [tokens]
+    for part, prefix, own in [*session.slabs_in_file(index, config)][1:]:
         keys = tensors.get(f"{prefix}.key_codes")
         count = keys.shape[0] * own.key_format.tokens_per_row if keys and keys.shape else 0
         least, most = 0, min(config.sinks, tokens)
@@ -497,19 +494,14 @@ def _reserve(make: _Make[_State], fields: Mapping[str, str], described: _Describ
         corrupt(f"its {what} ask for memory that no system has: {error}", error)
 
 
-def _read(
-    file: BinaryIO, tensors: Mapping[str, Tensor], cache: _Cache, tokens: Sequence[int]
-) -> None:
-    """Read the tokens into the slabs of an empty cache."""
-    for index, store in enumerate(cache.stores):
-        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
-            read_into(file, tensors[f"layers.{index}.{name}"], slab[: tokens[index]])
-
-
 def _map(
     file: BinaryIO, tensors: Mapping[str, Tensor], cache: _Cache, tokens: Sequence[int]
-) -> None:
-    """Give the layers slabs that are the file itself, private to this process when written."""
+) -> set[str]:
+    """Give the layers slabs that are the file itself, private to this process when written.
+
+    Returns the names of the tensors that could be used so.
+    """
+    mapped = set()
     mapping = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
     if len(mapping) < max(tensor.offset + tensor.nbytes for tensor in tensors.values()):
         corrupt("it was cut while being read")
@@ -524,33 +516,19 @@ def _map(
         for name, (shape, dtype) in zip(
             memory.Slabs._fields, memory.slab_layout(config), strict=True
         ):
-            tensor = tensors[f"layers.{index}.{name}"]
+            full = f"layers.{index}.{name}"
+            tensor = tensors[full]
             guarded = tensor.offset + tensor.nbytes + memory.TAIL_BYTES <= readable
             if tensor.offset % dtype.itemsize == 0 and guarded:
                 # Without elements NumPy would not take an offset at the very end.
-                slabs.append(
-                    np.ndarray(shape, dtype, mapping, tensor.offset if tensor.nbytes else 0)
-                )
+                offset = tensor.offset if tensor.nbytes else 0
+                slabs.append(np.ndarray(shape, dtype, mapping, offset))
+                mapped.add(full)
             else:
                 spare = spare or memory.reserve_slabs(config)
                 slabs.append(getattr(spare, name))
-                read_into(file, tensor, slabs[-1])
         store.bind(memory.Slabs(*slabs), config)
-
-
-def _loaded_arrays(
-    file: BinaryIO, tensors: Mapping[str, Tensor], cache: _Cache, tokens: Sequence[int]
-) -> dict[str, np.ndarray]:
-    """Return every tensor as it now lies in memory; what is in no slab is read here."""
-    arrays = {}
-    for index, store in enumerate(cache.stores):
-        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
-            arrays[f"layers.{index}.{name}"] = slab[: tokens[index]]
-    for name, tensor in tensors.items():
-        if name not in arrays:
-            arrays[name] = np.empty(tensor.shape, TYPES[tensor.dtype])
-            read_into(file, tensor, arrays[name])
-    return arrays
+    return mapped
 
 
 def _put_kinds(text: str, form: CacheFormat, cache: _Cache) -> None:
@@ -563,19 +541,20 @@ def _put_kinds(text: str, form: CacheFormat, cache: _Cache) -> None:
         cache.put_layer(index, state)
 
 
-def _loaded_states(
-    file: BinaryIO,
-    tensors: Mapping[str, Tensor],
-    form: CacheFormat,
-    cache: _Cache,
+def _arrays(
+    tensors: Mapping[str, Tensor], described: _Described, cache: _Cache
 ) -> dict[str, np.ndarray]:
-    """Read states into the layers of an empty cache, and return their arrays by tensor."""
+    """Where each tensor goes: into slabs and states of an empty cache, or memory of its own."""
     arrays = {}
-    for (index, _), state in zip(form.states, cache.states, strict=True):
+    for index, (store, tokens) in enumerate(zip(cache.stores, described.tokens, strict=True)):
+        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
+            arrays[f"layers.{index}.{name}"] = slab[:tokens]
+    for (index, _), state in zip(described.form.states, cache.states, strict=True):
         for name, array in state.arrays.items():
-            tensor = f"{session.STATES}{index}.{name}"
-            read_into(file, tensors[tensor], array)
-            arrays[tensor] = array
+            arrays[f"{session.STATES}{index}.{name}"] = array
+    for name, tensor in tensors.items():
+        if name not in arrays:
+            arrays[name] = np.empty(tensor.shape, TYPES[tensor.dtype])
     return arrays
 
 
@@ -589,9 +568,7 @@ def _layer(
             check_numbers(name, arrays[name], config)
     key_map = KeyMap(*map(arrays.get, vectors))
     held = []
-    for part, (prefix, own) in zip(
-        ("", *session.parts_of(config)), session.slabs_in_file(index, config), strict=True
-    ):
+    for part, prefix, own in session.slabs_in_file(index, config):
         slabs = memory.Slabs(*(arrays[f"{prefix}.{name}"] for name in memory.Slabs._fields))
         for name, array in zip(memory.Slabs._fields, slabs, strict=True):
             check_numbers(f"{prefix}.{name}", array, own)

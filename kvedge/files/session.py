@@ -51,7 +51,7 @@ from kvedge.files.replacing import replacing
 from kvedge.rope import Turns
 from kvedge.states.kinds import kinds_text
 
-__all__ = ["file_pieces", "parts_of", "save", "slabs_in_file", "types_of"]
+__all__ = ["file_pieces", "save", "slabs_in_file", "types_of"]
 
 FORMAT = "kvedge"
 VERSION = "1"
@@ -145,7 +145,7 @@ def _tensors(contents: CacheContents) -> TypedArrays:
         zip(contents.format.layers, contents.layers, strict=True)
     ):
         held = (layer.arrays, *(part.arrays for part in layer.parts))
-        for (prefix, own), arrays in zip(slabs_in_file(index, config), held, strict=True):
+        for (_, prefix, own), arrays in zip(slabs_in_file(index, config), held, strict=True):
             for name, dtype, array in zip(Slabs._fields, types_of(own), arrays, strict=True):
                 tensors[f"{prefix}.{name}"] = (dtype, np.ascontiguousarray(array))
         for name, vector in zip(KEY_VECTORS, layer.key_map, strict=True):
@@ -277,16 +277,12 @@ def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
 # ---- what files hold -----------------------------------------------------------------------------
 
 
-def parts_of(config: LayerConfig) -> tuple[str, ...]:
-    """The parts that a layer has besides its rows."""
-    return PARTS if config.in_runs else PARTS[:2] if config.recent_dtype else ()
-
-
-def slabs_in_file(index: int, config: LayerConfig) -> Iterator[tuple[str, LayerConfig]]:
-    """Of the rows of a layer, and of each part: what names begin with, and how it is stored."""
-    yield f"layers.{index}", config
-    for part in parts_of(config):
-        yield f"layers.{index}.{part}", config.runs(RUN) if part == "runs" else config.part_config
+def slabs_in_file(index: int, config: LayerConfig) -> Iterator[tuple[str, str, LayerConfig]]:
+    """Of a layer's rows, "", and its parts: what their tensors begin with, how they are stored."""
+    yield "", f"layers.{index}", config
+    for part in PARTS if config.in_runs else PARTS[:2] if config.recent_dtype else ():
+        own = config.runs(RUN) if part == "runs" else config.part_config
+        yield part, f"layers.{index}.{part}", own
 
 
 def types_of(config: LayerConfig) -> tuple[str, str, str, str]:
