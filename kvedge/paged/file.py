@@ -220,10 +220,13 @@ def _read(
         _layer(arrays, f"layers.{i}", store, blocks, pool.block_size)
         for i, store in enumerate(state.stores)
     ]
-    sequences, depth, counts = _sequences(arrays, blocks, pool.block_size)
-    parts: list[SequenceParts | None] = [None] * len(sequences)
+    lengths = _row(arrays, "lengths", np.int64)
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= blocks * pool.block_size:
+        corrupt("its lengths are not those of sequences in its blocks")
+    tables, depth, counts = _tables(arrays, "tables", lengths, pool.block_size, blocks, 0)
+    parts: list[SequenceParts | None] = [None] * len(tables)
     if state.parts is not None:
-        parts = [*_load_parts(fields, arrays, state.parts, [n for _, n in sequences])]
+        parts = [*_load_parts(fields, arrays, state.parts, lengths)]
     _add_prefixes(fields, arrays, state, depth)
     known = {block for block, _, _ in state.blocks.prefixes.nodes()}
     idle = _row(arrays, "idle", np.int32).tolist()
@@ -232,12 +235,12 @@ def _read(
         corrupt("its idle blocks are not those that only prefixes have")
     state.blocks.restore(counts)
     state.blocks.set_idle(idle)
-    table = np.arange(blocks, dtype=np.int32)
+    whole = np.arange(blocks, dtype=np.int32)
     for store, slabs in zip(state.stores, layers, strict=True):
-        store.scatter(table, pool.block_size, slabs)
+        store.scatter(whole, pool.block_size, slabs)
     return pool, [
         SequenceState(pool.num_layers, table, length, own)
-        for (table, length), own in zip(sequences, parts, strict=True)
+        for table, length, own in zip(tables, lengths.tolist(), parts, strict=True)
     ]
 
 
@@ -299,7 +302,7 @@ def _load_parts(
     fields: Mapping[str, str],
     arrays: Mapping[str, np.ndarray],
     parts: PartBlocks,
-    lengths: Sequence[int],
+    lengths: np.ndarray,
 ) -> list[SequenceParts]:
     """The first and last tokens of sequences of these lengths, in blocks of an unused pool."""
     blocks = number_of(fields, "recent_blocks")
@@ -309,38 +312,25 @@ def _load_parts(
         _layer(arrays, f"recent.{i}", store, blocks, TOKENS) for i, store in enumerate(parts.stores)
     ]
     shape = (len(lengths), len(parts.stores))
-    since = check_array(arrays, "since", np.int64, shape)
-    first = check_array(arrays, "first", np.int64, shape[:1])
-    ends = np.cumsum([-(-length // TOKENS) for length in lengths], dtype=np.int64).tolist()
-    tables = check_array(arrays, "recent_tables", np.int32, (ends[-1] if ends else 0,))
-    if tables.size and not (tables.min() >= -1 and tables.max() < blocks):
-        corrupt("its tables name blocks of last tokens that it has not")
-    place = np.full(blocks, -1, np.int64)
-    counts = np.zeros(blocks, np.int32)
-    made = []
-    for i, length in enumerate(lengths):
-        table = tables[ends[i] - -(-length // TOKENS) : ends[i]].copy()
-        at = np.flatnonzero(table >= 0)
-        there = place[table[at]]
-        if len(np.unique(table[at])) < len(at) or ((there >= 0) & (there != at)).any():
-            corrupt("its tables have a block of last tokens twice, or at two places")
-        place[table[at]] = at
-        counts[table[at]] += 1
-        begin, sinks = since[i].tolist(), int(first[i])
+    since = check_array(arrays, "since", np.int64, shape).tolist()
+    first = check_array(arrays, "first", np.int64, shape[:1]).tolist()
+    tables, _, counts = _tables(arrays, "recent_tables", lengths, TOKENS, blocks, -1)
+    loaded = []
+    for table, length, begin, sinks in zip(tables, lengths.tolist(), since, first, strict=True):
         wanted = np.zeros(len(table), bool)
         wanted[: -(-min(sinks, length) // TOKENS)] = True
         wanted[min(begin, default=length) // TOKENS :] |= min(begin, default=length) < length
         in_range = all(0 <= one <= length for one in begin)
         if not in_range or sinks not in (0, parts.whole.sinks) or (wanted & (table < 0)).any():
             corrupt("it lacks last or first tokens that its sequences have")
-        made.append(SequenceParts(table, begin, begin, sinks))
+        loaded.append(SequenceParts(table, begin, begin, sinks))
     if (counts == 0).any():
         corrupt("it has blocks of last tokens that no sequence has")
     parts.blocks.restore(counts)
     whole = np.arange(blocks, dtype=np.int32)
     for store, slabs in zip(parts.stores, layers, strict=True):
         store.scatter(whole, TOKENS, slabs)
-    return made
+    return loaded
 
 
 def _layer(
@@ -367,32 +357,36 @@ def _row(arrays: Mapping[str, np.ndarray], name: str, dtype: Any) -> np.ndarray:
     return check_array(arrays, name, dtype, (arrays[name].size if name in arrays else 0,))
 
 
-def _sequences(
-    arrays: Mapping[str, np.ndarray], blocks: int, block_size: int
-) -> tuple[list[tuple[np.ndarray, int]], np.ndarray, np.ndarray]:
-    """The sequences; of each block its place in tables (-1: in none), and how many have it."""
-    lengths = _row(arrays, "lengths", np.int64)
-    if lengths.size and not (lengths.min() >= 0 and lengths.max() <= blocks * block_size):
-        corrupt("its lengths are not those of sequences in its blocks")
-    ends = np.cumsum(-(-lengths // block_size), dtype=np.int64)
-    starts = [0, *ends.tolist()]
-    shape = (int(ends[-1]) if len(ends) else 0,)
-    tables = check_array(arrays, "tables", np.int32, shape)
-    if tables.size and not (tables.min() >= 0 and tables.max() < blocks):
-        corrupt("its tables name blocks that it has not")
+def _tables(
+    arrays: Mapping[str, np.ndarray],
+    name: str,
+    lengths: np.ndarray,
+    block_size: int,
+    blocks: int,
+    least: int,
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """The blocks of sequences of these lengths, from `least` on, -1 for none.
+
+    And of each block its place in the tables, -1: in none, and how many have it.
+    """
+    sizes = -(-lengths // block_size)
+    whole = check_array(arrays, name, np.int32, (int(sizes.sum()),))
+    if whole.size and not least <= whole.min() <= whole.max() < blocks:
+        corrupt(f"its {name} name blocks that it has not")
     depth = np.full(blocks, -1, np.int64)
     counts = np.zeros(blocks, np.int32)
-    sequences = []
-    for start, end, length in zip(starts, ends.tolist(), lengths.tolist(), strict=False):
-        table = tables[start:end].copy()
-        there = depth[table]
-        place = np.arange(len(table))
-        if len(np.unique(table)) < len(table) or ((there >= 0) & (there != place)).any():
-            corrupt("its tables have a block twice, or at two places")
-        depth[table] = place
-        counts[table] += 1
-        sequences.append((table, length))
-    return sequences, depth, counts
+    tables = []
+    for end, size in zip(np.cumsum(sizes).tolist(), sizes.tolist(), strict=True):
+        table = whole[end - size : end].copy()
+        places = np.flatnonzero(table >= 0)
+        there = depth[table[places]]
+        is_elsewhere = (there >= 0) & (there != places)
+        if len(np.unique(table[places])) < len(places) or is_elsewhere.any():
+            corrupt(f"its {name} have a block twice, or at two places")
+        depth[table[places]] = places
+        counts[table[places]] += 1
+        tables.append(table)
+    return tables, depth, counts
 
 
 def _add_prefixes(
