@@ -296,14 +296,20 @@ MUTATIONS = [
     # ---- Python: session files
     Mutation(
         "a file may hold a token more than its limit",
-        "if max_seq_len is not None and length > max_seq_len:",
-        "if max_seq_len is not None and length > max_seq_len + 1:",
+        "if length > most:",
+        "if length > most + 1:",
+        FILES,
+    ),
+    Mutation(
+        "a file may have gaps between its tensors",
+        "if tensor.offset != at:",
+        "if tensor.offset < at:",
         FILES,
     ),
     Mutation(
         "a file may lack runs",
-        "if not least <= held <= most:",
-        "if not held <= most:",
+        "if not least <= count <= most:",
+        "if not count <= most:",
         FILES,
     ),
     # ---- Python: paged caches
@@ -366,8 +372,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a file forgets that values are rotated",
-        "if first.value_rotation:",
-        "if False:",
+        '"value_rotation": own["value_rotation"],',
+        '"value_rotation": "",',
         KINDS,
     ),
     Mutation(
@@ -390,8 +396,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a file forgets that its key scale is still open",
-        "if cache.key_rule.auto_scale:",
-        "if False:",
+        '"key_scale": AUTO if cache.key_rule.auto_scale else "",',
+        '"key_scale": "",',
         KINDS,
     ),
     Mutation(

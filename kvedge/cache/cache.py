@@ -850,7 +850,7 @@ class KVCache(ConfigFacts):
     def save(
         self, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Write the tokens to a file in safetensors format (extra ``kvedge[io]``).
+        """Write the tokens to a file in safetensors format.
 
         The file appears whole or not at all: it is written beside ``path``, synced and renamed.
         Pending tokens are never dropped silently: it refuses while there are any.
@@ -864,8 +864,6 @@ class KVCache(ConfigFacts):
 
         Raises
         ------
-        MissingExtraError
-            The package safetensors is not installed.
         InvalidArgumentError
             ``path`` is no path, or ``metadata`` holds something else than strings.
         LayersOutOfStepError
@@ -919,8 +917,6 @@ class KVCache(ConfigFacts):
             one whose ``max_seq_len`` or sizes ask for more memory than can be reserved here.
         OutOfMemoryError
             There is no memory for the tokens of the file.
-        MissingExtraError
-            The package safetensors is not installed.
         FileNotFoundError, PermissionError, OSError
             As ``open`` raises them.
         """

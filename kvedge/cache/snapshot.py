@@ -196,12 +196,12 @@ class KvCacheSnapshot:
         """
         contents = self.detach()._contents
         assert contents is not None
-        return b"".join(session.pieces(_holding(contents)))
+        return b"".join(session.file_pieces(_holding(contents)))
 
     @classmethod
     @memory_for("the bytes of a snapshot")
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> KvCacheSnapshot:
-        """Read what :meth:`to_bytes` gave; needs ``kvedge[io]``.
+        """Read what :meth:`to_bytes` gave.
 
         Parameters
         ----------
@@ -217,7 +217,7 @@ class KvCacheSnapshot:
         ------
         CorruptFileError
             It is damaged, cut short or something else.
-        InvalidArgumentError, MissingExtraError, OutOfMemoryError
+        InvalidArgumentError, OutOfMemoryError
         """
         state = load.load_bytes(
             partial(CacheState.empty, _layer_types()), data, "the bytes of a snapshot"

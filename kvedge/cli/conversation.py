@@ -197,7 +197,7 @@ class Conversation:
         ------
         CommandError
             It is no conversation, or one of another model.
-        CorruptFileError, MissingExtraError, OSError
+        CorruptFileError, OSError
         """
         cache, saved = resume.load(path, self.model, model_path)
         try:

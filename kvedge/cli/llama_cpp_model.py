@@ -30,8 +30,9 @@ from kvedge.errors import (
     InvalidArgumentError,
     PositionOutOfRangeError,
 )
+from kvedge.files.header import corrupt, header, opened, read_header
 from kvedge.files.replacing import replacing
-from kvedge.files.session import safetensors_package
+from kvedge.files.tensors import read_arrays
 from kvedge.llama import ChatTemplate
 from kvedge.llama.tokenizer import WithControlTexts, text_decoder
 
@@ -296,9 +297,6 @@ class LlamaCppCache:
 
     def save(self, path: str, *, metadata: Mapping[str, str]) -> None:
         """Keep the tokens' state in a safetensors file."""
-        safetensors_package()  # says what is to be installed, if it is
-        from safetensors.numpy import save
-
         state = self._state()
         fields = {
             "format": _FORMAT,
@@ -311,7 +309,8 @@ class LlamaCppCache:
             **{f"user.{name}": text for name, text in metadata.items()},
         }
         with replacing(path) as file:
-            file.write(save({_STATE: np.frombuffer(state, np.uint8)}, fields))
+            file.write(header(fields, {_STATE: ("U8", np.frombuffer(state, np.uint8))}))
+            file.write(state)
 
     def take_state(self, state: bytes, length: int, path: str) -> None:
         """Hold what a file does."""
@@ -330,7 +329,7 @@ class LlamaCppCache:
         api = self.model.api
         self._drop_behind()
         if not self._length:
-            return b"\0"  # safetensors has no tensor of nothing
+            return b"\0"
         size = api.llama_state_seq_get_size(self._pointer, 0)
         buffer = (ctypes.c_uint8 * size)()
         written = api.llama_state_seq_get_data(self._pointer, buffer, size, 0)
@@ -531,20 +530,18 @@ def _amx_may_fail(api: Any) -> bool:
 def is_state_file(path: str) -> bool:
     """Whether a file is one that :meth:`LlamaCppCache.save` wrote."""
     try:
-        with safetensors_package().safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get("format") == _FORMAT
-    except Exception:  # whatever is wrong with it is told by who loads it
+        with opened(path) as file:
+            return read_header(file, lambda fields: 1)[0].get("format") == _FORMAT
+    except (OSError, CorruptFileError):  # what is wrong with it is told by who loads it
         return False
 
 
 def _read_state(path: str) -> tuple[dict[str, str], bytes]:
-    try:
-        with safetensors_package().safe_open(path, framework="numpy") as file:
-            metadata, state = dict(file.metadata() or {}), file.get_tensor(_STATE).tobytes()
-    except OSError:
-        raise
-    except Exception as error:  # the package's own
-        raise CorruptFileError(f"{path}: {error}") from error
-    if metadata.get("sha256") != hashlib.sha256(state).hexdigest():
-        raise CorruptFileError(f"{path}: its checksum does not fit: the file is damaged")
+    with opened(path) as file:
+        metadata, arrays = read_arrays(file, _FORMAT)
+        if _STATE not in arrays:
+            corrupt(f"it has no tensor {_STATE}")
+        state = arrays[_STATE].tobytes()
+        if metadata.get("sha256") != hashlib.sha256(state).hexdigest():
+            corrupt("its checksum does not fit: the file is damaged")
     return metadata, state

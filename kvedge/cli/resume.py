@@ -27,7 +27,6 @@ from kvedge.cli import engines, sampling
 from kvedge.console.exits import CommandError
 from kvedge.errors import InvalidArgumentError
 from kvedge.files.replacing import check_folder, check_target
-from kvedge.files.session import safetensors_package
 
 if TYPE_CHECKING:
     from kvedge import KVCache
@@ -71,12 +70,9 @@ def check_can_save(path: str, *, folder: bool = False) -> None:
 
     Raises
     ------
-    MissingExtraError
-        The package safetensors is not installed.
     InvalidArgumentError, OSError
         As of :func:`kvedge.files.replacing.check_target`.
     """
-    safetensors_package()
     if folder:
         from kvedge.distributed.files import MANIFEST
 
@@ -127,7 +123,7 @@ def load(
         It is of another namespace.
     CommandError
         It is a cache, but no session of this command, or one of another model.
-    CorruptFileError, MissingExtraError, OSError
+    CorruptFileError, OSError
         As :meth:`kvedge.KVCache.load`.
     """
     if ranks is not None:

@@ -18,7 +18,6 @@ import numpy as np
 import kvedge
 from kvedge import KVCache
 from kvedge.core.formats import FORMATS
-from kvedge.core.packages import obstacle
 from kvedge.core.rows import RowShape
 
 __all__ = ["Check", "run_checks"]
@@ -174,8 +173,6 @@ def _threads() -> tuple[bool | None, str]:
 
 def _save_and_load() -> tuple[bool | None, str]:
     """A file brings back the same bytes, read and mapped."""
-    if why := obstacle("safetensors"):
-        return None, why
     rng = np.random.default_rng(4)
     with tempfile.TemporaryDirectory(prefix="kvedge-doctor-") as folder:
         for dtype in FORMATS:

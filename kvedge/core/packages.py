@@ -62,7 +62,6 @@ PACKAGES = {
     "onnx": Package("onnx", "peers", ("TensorProto", "helper", "numpy_helper")),
     "onnxruntime": Package("onnxruntime", "peers", ("InferenceSession", "SessionOptions")),
     "rich": Package("rich", "cli", _RICH),
-    "safetensors": Package("safetensors", "io", ("safe_open", "SafetensorError"), (0, 6)),
     "tokenizers": Package("tokenizers", "gguf", _TOKENIZERS),
     "torch": Package("torch", "transformers", ("Tensor", "nn.functional"), (2, 5)),
     "transformers": Package("transformers", "transformers", _TRANSFORMERS, (4, 56)),

@@ -449,7 +449,7 @@ class ShardedKVCache(ShardedFacts):
         ------
         KvedgeError
             Another rank could not write its part. What was saved before is still there.
-        LayersOutOfStepError, OSError, MissingExtraError, InvalidArgumentError, RankLostError
+        LayersOutOfStepError, OSError, InvalidArgumentError, RankLostError
             As of :meth:`kvedge.KVCache.save`.
         """
         self._refuse_pending("save()")

@@ -1,67 +1,49 @@
 """Loading a cache from a file that nobody vouches for, as :mod:`kvedge.files.session` writes it.
 
-Nothing is trusted: the structure is checked by the safetensors package, every tensor against what
-the metadata promises, the content against the digest, and the numbers against what its format can
-produce. A cache is handed out only after all of that.
+Nothing is trusted: every tensor is checked against what the metadata promises, the content against
+the digest, and the numbers against what their format can produce. A cache is handed out only after
+all of that.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import math
 import mmap as mmap_module
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 
 from kvedge.core import checks, memory
 from kvedge.core.config import MAX_CAPACITY, MAX_LAYERS, LayerConfig
-from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES
+from kvedge.core.formats import FORMATS, IN_RUNS
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.core.storage import KEY_VECTORS, PART_OPTIONS
 from kvedge.errors import (
-    CorruptFileError,
     InvalidArgumentError,
     KvedgeError,
     NonFiniteInputError,
     OutOfMemoryError,
 )
+from kvedge.files import session
 from kvedge.files.contents import CacheFormat
-from kvedge.files.session import (
-    AUTO,
-    FIELDS,
-    FORMAT,
-    HADAMARD,
-    KEY_SCALE,
-    KEY_TURNS,
-    LAYERS,
-    MAX_HEADER,
-    NO_LAYER,
-    PARTS,
-    STATE_FILE_TYPES,
-    STATE_KINDS,
-    STATES,
-    USER,
-    VALUE_DTYPE,
-    VALUE_HEAD_DIM,
-    VALUE_ROTATION,
-    VERSION,
-    VERSION_OF_RUNS,
-    VERSION_OF_STATES,
+from kvedge.files.header import (
+    TYPES,
+    Tensor,
+    corrupt,
     digest,
-    file_types,
-    layers_field,
-    safetensors_package,
-    turns_field,
-    version_of,
+    naming,
+    number_of,
+    opened,
+    read_header,
+    read_into,
 )
+from kvedge.files.tensors import check_numbers
 from kvedge.layer.parts import (
     PartContents,
     config_of_today,
@@ -79,27 +61,15 @@ from kvedge.states.layer import (
     MAX_AXES,
     StateConfig,
     StateLayer,
-    bits_of,
     check_finite,
     check_name,
 )
 
-if TYPE_CHECKING:
-    pass  # type checkers bring it along
-
 __all__ = ["load", "load_bytes"]
 
-# Parsing takes the safetensors package some 4 us per tensor. Headers beyond this are looked at
-# before it: at most `_MAX_TENSORS` per layer, each of at most `_MAX_ENTRY` bytes with names and
-# numbers at their longest (141, and room for spaces).
-_SHORT_HEADER = 1 << 20
-_MAX_TENSORS = len(memory.Slabs._fields) * (1 + len(PARTS)) + len(KEY_VECTORS)
-_MAX_ENTRY = 200
-# Bytes of an element, by safetensors' name of its type.
-_SIZES = {row.file_type: row.codes.itemsize for row in FORMATS.values()} | {
-    row.file_type: row.dtype.itemsize for row in SCALE_TYPES.values()
-}
-_STATE_DTYPES = {file_type: dtype for dtype, file_type in STATE_FILE_TYPES.items()}
+# Of a layer, with all parts.
+_MAX_TENSORS = len(memory.Slabs._fields) * (1 + len(session.PARTS)) + len(KEY_VECTORS)
+_STATE_DTYPES = {file_type: dtype for dtype, file_type in session.STATE_FILE_TYPES.items()}
 _STATE_NAME = re.compile(r"states\.(0|[1-9][0-9]{0,3})\.(\w+)", re.ASCII)
 
 
@@ -127,181 +97,102 @@ _Make = Callable[
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Where a tensor lies in a file."""
+class _Described:
+    """What the metadata of a file says."""
 
-    dtype: str  # the format's name: "I8", "F16", "F32"
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-    nbytes: int
+    form: CacheFormat
+    length: int
+    max_seq_len: int | None
+    dropped: list[int]  # of each layer: tokens before its first
+    evicted_at: list[int]  # of each layer: where that was last
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens that each layer holds."""
+        return [self.length - dropped for dropped in self.dropped]
 
 
 def load(make: _Make[_State], path: str | os.PathLike[str], *, mmap: bool = False) -> _State:
     """Read the state of a cache from a file; see :meth:`kvedge.KVCache.load`."""
-    path = checks.checked_path(path)
     mmap = checks.as_bool(mmap, "mmap")
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
-        _corrupt(path, "it is not a regular file")
-    cache = None
-    while cache is None:  # until nobody else saves to the path at the very same time
-        with open(path, "rb") as file:
-            cache = _load_open(make, path, file, mmap)
-    return cache
+    with opened(path) as file:
+        return _load(make, file, mmap)
 
 
 def load_bytes(make: _Make[_State], data: bytes | bytearray | memoryview, what: str) -> _State:
     """Read a cache from the bytes of such a file, which an error calls `what`."""
     try:
-        view = memoryview(data).cast("B")
+        file = io.BytesIO(memoryview(data).cast("B"))
     except TypeError:
         raise InvalidArgumentError(f"data must be bytes, not {checks.describe(data)}") from None
-    # The safetensors package checks the structure of files alone.
-    with tempfile.TemporaryDirectory(prefix="kvedge-") as folder:
-        path = os.path.join(folder, "data")
-        with open(path, "wb") as file:
-            file.write(view)
-        try:
-            return load(make, path)
-        except CorruptFileError as error:
-            raise CorruptFileError(str(error).replace(path, what, 1)) from error
+    with naming(what):
+        return _load(make, file, mmap=False)
 
 
-def _load_open(make: _Make[_State], path: str, file: BinaryIO, mmap: bool) -> _State | None:
-    """Read a cache from an open file; None if another file has taken its path meanwhile."""
-    _check_header_size(path, file)
-    header = _read_header(path, file)
-    if header is None:
-        return None
-    fields, tensors = header
-    of_states = {name: one for name, one in tensors.items() if name.startswith(STATES)}
-    tensors = {name: one for name, one in tensors.items() if name not in of_states}
-    states = _read_states(path, of_states)
-    form, length, max_seq_len, dropped, evicted_at = _read_fields(path, fields, states)
-    tokens = [length - num_dropped for num_dropped in dropped]
-    type_of = file_types(fields, {name: one.dtype for name, one in of_states.items()})
-    _check_tensors(path, tensors, form, tokens, dropped, type_of)
-    own = {name for name in fields if name.startswith(USER)} - {STATE_KINDS}
-    user = {name[len(USER) :]: text for name, text in fields.items() if name in own}
-    rule = KeyRule(fields["key_offset"] == AUTO, KEY_SCALE in fields)
-    mapped = mmap and length > 0 and form.layers
-    # A mapped cache gets its slabs from the file, but may grow to max_seq_len: so what cannot be
-    # reserved is refused whichever way it is loaded.
-    of_today = replace(form, layers=tuple(map(config_of_today, form.layers)))
-    cache = _reserve(path, make, of_today, max_seq_len, rule, user, tokens)
-    if mapped:
-        _map(path, file, tensors, cache, tokens)
-    else:
-        _read(path, file, tensors, cache, tokens)
-    arrays = _loaded_arrays(path, file, tensors, form, cache, tokens)
-    if STATE_KINDS in fields:
-        _put_kinds(path, fields[STATE_KINDS], form, cache)
-    in_states = _loaded_states(path, file, of_states, form, cache)
-    if digest(fields, arrays | in_states, type_of) != fields["sha256"]:
-        _corrupt(path, "its content does not match its sha256: it was changed or damaged")
-    for name, array in in_states.items():
-        try:
-            check_finite(array, f"tensor {name}", _STATE_DTYPES[of_states[name].dtype])
-        except NonFiniteInputError as error:
-            _corrupt(path, str(error), error)
+def _load(make: _Make[_State], file: BinaryIO, mmap: bool) -> _State:
+    fields, tensors = read_header(file, _most_tensors)
+    of_states = {
+        name: tensor for name, tensor in tensors.items() if name.startswith(session.STATES)
+    }
+    of_layers = {name: tensor for name, tensor in tensors.items() if name not in of_states}
+    described = _read_fields(fields, _read_states(of_states))
+    form, tokens = described.form, described.tokens
+    _check_tensors(of_layers, described)
+    cache = _reserve(make, fields, described)
+    is_mapped = mmap and described.length > 0 and form.layers
+    mapped = _map(file, of_layers, cache, tokens) if is_mapped else ()
+    if session.STATE_KINDS in fields:
+        _put_kinds(fields[session.STATE_KINDS], form, cache)
+    arrays = _arrays(tensors, described, cache)
     for name, array in arrays.items():
-        config = form.layers[int(name.split(".")[1])]
-        if len(name.split(".")) == 4:
-            config = _config_of(config, name.split(".")[2])
-        _check_numbers(path, name, array, config)
-    maps = [
-        KeyMap(*(arrays.get(f"layers.{index}.{name}") for name in KEY_VECTORS))
-        for index in range(form.num_layers)
-    ]
-    parts = [_parts(arrays, index, config, maps[index]) for index, config in enumerate(form.layers)]
-    for index, config in enumerate(form.layers):
-        store = cache.stores[index]
-        held = memory.Slabs(*(slab[: tokens[index]] for slab in store.slabs))
-        _check_key_map(path, index, store.config, held.side(False, config), maps[index])
-        for name, part in zip(_parts_of(config), parts[index], strict=True):
-            stored = part.arrays.side(False, _config_of(config, name))
-            _check_key_map(path, index, store.config, stored, part.key_map)
-    turns = _read_turns(path, fields.get(KEY_TURNS), form)
-    parts = [parts_of_today(*pair) for pair in zip(form.layers, parts, strict=True)]
-    cache.adopt(length, list(zip(tokens, maps, dropped, parts, turns, evicted_at, strict=True)))
+        if name not in mapped:
+            read_into(file, tensors[name], array)
+    content = {name: (tensors[name].dtype, array) for name, array in arrays.items()}
+    if digest(fields, content) != fields["sha256"]:
+        corrupt("its content does not match its sha256: it was changed or damaged")
+    for name, tensor in of_states.items():
+        try:
+            check_finite(arrays[name], f"tensor {name}", _STATE_DTYPES[tensor.dtype])
+        except NonFiniteInputError as error:
+            corrupt(str(error), error)
+    layers = [_layer(arrays, index, config) for index, config in enumerate(form.layers)]
+    maps, parts = zip(*layers, strict=True) if layers else ((), ())
+    turns = _read_turns(fields.get("key_turns"), form)
+    adopted = zip(tokens, maps, described.dropped, parts, turns, described.evicted_at, strict=True)
+    cache.adopt(described.length, list(adopted))
     for state in cache.states:
-        state.advance(length)
+        state.advance(described.length)
     return cache
 
 
-def _check_header_size(path: str, file: BinaryIO) -> None:
-    """Refuse a header that is longer than its layers need, before anything is made of it."""
-    size = int.from_bytes(file.read(8), "little")
-    if not _SHORT_HEADER < size <= MAX_HEADER:
-        return  # quickly parsed, or quickly refused
-    head = file.read(size)
-    start = re.match(rb'{"__metadata__":\s*', head)
-    if start is None:
-        _corrupt(path, "its header is long, and does not begin with metadata as kvedge writes it")
-    try:
-        text = head.decode()
-        fields, end = json.JSONDecoder().raw_decode(text, start.end())
-        count = fields["num_layers"]
-        num_layers = int(count) if count.isascii() and count.isdigit() and len(count) <= 9 else 0
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        _corrupt(path, f"its metadata cannot be read: {type(error).__name__}: {error}", error)
-    least = _least_layers(fields)
-    _check_num_layers(path, num_layers, least)
-    most = _MAX_TENSORS * num_layers + (0 if least else MAX_ARRAYS * (MAX_LAYERS - num_layers))
-    if len(text) - end > most * _MAX_ENTRY:
-        _corrupt(path, f"its header is too long for the tensors of {num_layers} layers")
+def _most_tensors(fields: Mapping[str, str]) -> int:
+    """Tensors that a file of such metadata has at most."""
+    _check_kind(fields)
+    num_layers = _num_layers(fields)
+    of_states = 0 if _least_layers(fields) else MAX_ARRAYS * (MAX_LAYERS - num_layers)
+    return _MAX_TENSORS * num_layers + of_states
+
+
+def _check_kind(fields: Mapping[str, str]) -> None:
+    if fields.get("format") != session.FORMAT:
+        corrupt("it is a safetensors file, but not of a kvedge cache")
 
 
 def _least_layers(fields: Mapping[str, str]) -> int:
     """Layers of keys and values that a file has at least: beside states it may have none."""
-    return 0 if fields.get("format_version") == VERSION_OF_STATES else 1
+    return 0 if fields.get("format_version") == session.VERSION_OF_STATES else 1
 
 
-def _check_num_layers(path: str, num_layers: int, least: int) -> None:
-    if not least <= num_layers <= MAX_LAYERS:
-        _corrupt(path, f"its num_layers is {num_layers}, not 1 to {MAX_LAYERS} layers")
+def _num_layers(fields: Mapping[str, str]) -> int:
+    num_layers = number_of(fields, "num_layers")
+    if not _least_layers(fields) <= num_layers <= MAX_LAYERS:
+        corrupt(f"its num_layers is {num_layers}, not 1 to {MAX_LAYERS} layers")
+    return num_layers
 
 
-def _read_header(path: str, file: BinaryIO) -> tuple[dict[str, str], dict[str, _Tensor]] | None:
-    """Let the safetensors package check the file's structure; return what it describes.
-
-    The package opens the path by itself: None if that is no longer the file that is open here.
-    """
-    safetensors = safetensors_package()
-    status = os.fstat(file.fileno())
-    try:
-        with safetensors.safe_open(path, framework="np") as header:
-            now = os.stat(path)
-            if (now.st_dev, now.st_ino, now.st_size) != (
-                status.st_dev,
-                status.st_ino,
-                status.st_size,
-            ):
-                return None
-            fields = dict(header.metadata() or {})
-            found = []
-            for name in header.offset_keys():
-                tensor = header.get_slice(name)
-                found.append((name, str(tensor.get_dtype()), tuple(tensor.get_shape())))
-    except safetensors.SafetensorError as error:
-        _corrupt(path, f"it is no safetensors file, or damaged or cut short: {error}", error)
-    nbytes = []
-    for name, dtype, shape in found:
-        if dtype not in _SIZES:  # those of states among them
-            _corrupt(path, f"tensor {name} is of dtype {dtype}, which kvedge never writes")
-        nbytes.append(math.prod(shape) * _SIZES[dtype])
-    # The format has no gaps: tensors follow each other and end with the file.
-    offset = status.st_size - sum(nbytes)
-    tensors = {}
-    for (name, dtype, shape), size in zip(found, nbytes, strict=True):
-        tensors[name] = _Tensor(dtype, shape, offset, size)
-        offset += size
-    return fields, tensors
-
-
-def _read_states(path: str, tensors: Mapping[str, _Tensor]) -> tuple[tuple[int, StateConfig], ...]:
+def _read_states(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, StateConfig], ...]:
     """Layers that hold states, with their numbers, as the names and shapes of tensors tell."""
-    found: dict[int, dict[str, _Tensor]] = {}
+    found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _STATE_NAME.fullmatch(name)
         try:
@@ -310,153 +201,184 @@ def _read_states(path: str, tensors: Mapping[str, _Tensor]) -> tuple[tuple[int, 
             known = False
         axes = len(tensor.shape)
         if match is None or not known or tensor.dtype not in _STATE_DTYPES:
-            _corrupt(path, f"tensor {name[:60]} is of no state that kvedge writes")
+            corrupt(f"tensor {name[:60]} is of no state that kvedge writes")
         if not tensor.nbytes or not 1 <= axes <= MAX_AXES:
-            _corrupt(path, f"tensor {name} of shape {tensor.shape} is no array of a state")
+            corrupt(f"tensor {name} of shape {tensor.shape} is no array of a state")
         found.setdefault(int(match[1]), {})[match[2]] = tensor
     states = []
-    for number, arrays in sorted(found.items()):
+    for index, arrays in sorted(found.items()):
         if len(arrays) > MAX_ARRAYS:
-            _corrupt(path, f"layer {number} has {len(arrays)} arrays, more than a state holds")
+            corrupt(f"layer {index} has {len(arrays)} arrays, more than a state holds")
         held = sorted(arrays.items())
         config = StateConfig(
             tuple(name for name, _ in held),
             tuple(_STATE_DTYPES[tensor.dtype] for _, tensor in held),
             tuple(tensor.shape for _, tensor in held),
         )
-        states.append((number, config))
+        states.append((index, config))
     return tuple(states)
 
 
 def _read_fields(
-    path: str, fields: Mapping[str, str], states: tuple[tuple[int, StateConfig], ...]
-) -> tuple[CacheFormat, int, int | None, list[int], list[int]]:
-    """Format, length, max_seq_len, how many tokens each layer has dropped, and where."""
-    if fields.get("format") != FORMAT:
-        _corrupt(path, "it is a safetensors file, but not of a kvedge cache")
-    if fields.get("format_version") not in (VERSION, VERSION_OF_RUNS, VERSION_OF_STATES):
-        _corrupt(
-            path,
-            f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
-            f"{VERSION!r} to {VERSION_OF_STATES!r}: it is damaged, or a newer kvedge wrote it",
-        )
-    missing = [name for name in (*FIELDS, "sha256") if name not in fields]
-    if missing:
-        _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-    known = (
-        *FIELDS,
-        *PART_OPTIONS,
-        KEY_SCALE,
-        KEY_TURNS,
-        VALUE_DTYPE,
-        VALUE_HEAD_DIM,
-        VALUE_ROTATION,
-        LAYERS,
-        "sha256",
-    )
-    unknown = [name for name in fields if name not in known and not name.startswith(USER)]
-    if unknown:
-        _corrupt(path, f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
-    dtypes = (fields["dtype"], fields.get(VALUE_DTYPE, fields["dtype"]))
-    if VALUE_DTYPE in fields and dtypes[0] == dtypes[1]:
-        _corrupt(path, f"its {VALUE_DTYPE} is its dtype, which kvedge never writes")
-    if fields["num_layers"] == "0":
-        _check_no_layers(path, fields)
-    has_scales = _have_scales(*dtypes)
-    may_have_scales = has_scales or LAYERS in fields
-    if fields["key_offset"] not in (("", "auto") if may_have_scales else ("",)):
-        _corrupt(path, f"its key_offset is {fields['key_offset'][:40]!r}")
-    if fields.get(VALUE_ROTATION, HADAMARD) != HADAMARD:
-        _corrupt(path, f"its {VALUE_ROTATION} is {fields[VALUE_ROTATION][:40]!r}")
-    if fields.get(KEY_SCALE, AUTO) != AUTO:
-        _corrupt(path, f"its {KEY_SCALE} is {fields[KEY_SCALE][:40]!r}")
-    in_runs = not IN_RUNS.keys().isdisjoint(dtypes)
-    if in_runs or any(name in fields for name in PART_OPTIONS):
-        missing = [name for name in PART_OPTIONS if name not in fields]
-        if missing:
-            _corrupt(path, f"its metadata lacks {', '.join(missing)}")
-        if fields["recent"] == fields["sinks"] == "0" and not in_runs:
-            _corrupt(path, "it has a recent_dtype and no tokens of it, which kvedge never writes")
-    if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
-        _corrupt(path, f"its metadata gives scales to {fields['dtype'][:40]} rows")
-    num_layers = _number(path, fields, "num_layers")
-    _check_num_layers(path, num_layers, _least_layers(fields))
+    fields: Mapping[str, str], states: tuple[tuple[int, StateConfig], ...]
+) -> _Described:
+    _check_fields(fields)
+    num_layers = _num_layers(fields)
     if states and not states[-1][0] < num_layers + len(states) <= MAX_LAYERS:
-        _corrupt(path, f"it has a state in layer {states[-1][0]}, and not so many layers")
-    length = _number(path, fields, "length")
-    max_seq_len = _number(path, fields, "max_seq_len") if fields["max_seq_len"] else None
-    head_dim = value_head_dim = _number(path, fields, "head_dim")
-    if VALUE_HEAD_DIM in fields:
-        value_head_dim = _number(path, fields, VALUE_HEAD_DIM)
-        if value_head_dim == head_dim:
-            _corrupt(path, f"its {VALUE_HEAD_DIM} is its head_dim, which kvedge never writes")
+        corrupt(f"it has a state in layer {states[-1][0]}, and not so many layers")
+    length = number_of(fields, "length")
+    max_seq_len = number_of(fields, "max_seq_len") if fields["max_seq_len"] else None
+    most = MAX_CAPACITY if max_seq_len is None else max_seq_len
+    if not 1 <= most <= MAX_CAPACITY:
+        corrupt(f"its max_seq_len is {most}, not 1 to {MAX_CAPACITY}")
+    if length > most:
+        corrupt(f"it holds {length} tokens, more than the {most} of its max_seq_len")
+    configs: list[LayerConfig] = []
+    dropped, evicted_at = [0] * num_layers, [0] * num_layers
     if num_layers == 0:
-        most = MAX_CAPACITY if max_seq_len is None else max_seq_len
-        if not states or not length <= most <= MAX_CAPACITY or max_seq_len == 0:
-            _corrupt(path, f"it holds {length} tokens in no layer, or beyond its max_seq_len")
-        return CacheFormat((), states), length, max_seq_len, [], []
-    try:
-        config = checks.layer_config(
-            fields["dtype"],
-            max(length, 1) if max_seq_len is None else max_seq_len,
-            _number(path, fields, "num_kv_heads"),
-            head_dim,
-            value_head_dim=value_head_dim,
-            value_dtype=fields.get(VALUE_DTYPE),
-            group_size=_number(path, fields, "group_size") if has_scales else None,
-            scale_dtype=fields["scale_dtype"] if has_scales else "float32",
-            recent=_number(path, fields, "recent") if "recent" in fields else 0,
-            sinks=_number(path, fields, "sinks") if "sinks" in fields else 0,
-            recent_dtype=fields.get("recent_dtype"),
-            recent_dtypes=FORMATS,
-            value_rotation=VALUE_ROTATION in fields,
-        )
-    except KvedgeError as error:
-        _corrupt(path, f"its metadata makes no cache: {error}", error)
-    if has_scales and fields["group_size"] != str(config.group_size):
-        _corrupt(path, f"its group_size is {fields['group_size']}, beyond its rows")
-    if max_seq_len is not None and length > max_seq_len:
-        _corrupt(path, f"it holds {length} tokens, more than its max_seq_len of {max_seq_len}")
-    configs, dropped, evicted_at = [config] * num_layers, [0] * num_layers, [0] * num_layers
-    if LAYERS in fields:
-        configs, dropped, evicted_at = _read_layers(
-            path, fields[LAYERS], config, num_layers, length
-        )
+        _check_no_layers(fields, states)
+    else:
+        capacity = max(length, 1) if max_seq_len is None else max_seq_len
+        first = _config(_options(fields), capacity, "its metadata")
+        configs = [first] * num_layers
+        if "layers" in fields:
+            configs, dropped, evicted_at = _read_layers(fields["layers"], first, num_layers, length)
     form = CacheFormat.of(configs, states)
-    if fields["format_version"] != version_of(form):
-        _corrupt(
-            path,
-            f"its format_version is {fields['format_version']!r}, and that of what it holds "
-            f"{version_of(form)!r}: runs of 32 tokens lay otherwise before version 2, states are "
-            "in version 3 alone",
+    found, version = fields["format_version"], session.version_of(form)
+    if found != version:
+        corrupt(
+            f"its format_version is {found!r}, and that of what it holds {version!r}: runs of 32 "
+            "tokens lay otherwise before version 2, states are in version 3 alone",
         )
     if fields["key_offset"] and not any(config.keys_have_scales for config in form.layers):
-        _corrupt(path, "its key_offset is for keys with scales, and it has none")
-    if KEY_SCALE in fields and not any(config.has_auto_scale for config in form.layers):
-        _corrupt(path, f"its {KEY_SCALE} is for formats of up to 8 bits, and it has none")
+        corrupt("its key_offset is for keys with scales, and it has none")
+    if "key_scale" in fields and not any(config.has_auto_scale for config in form.layers):
+        corrupt("its key_scale is for formats of up to 8 bits, and it has none")
     # The text has to be that which these layers have: no other number, name or order will do.
-    if fields.get(LAYERS, "") != layers_field(form, dropped, evicted_at):
-        _corrupt(path, f"its {LAYERS} are not as kvedge writes them")
-    return form, length, max_seq_len, dropped, evicted_at
+    if fields.get("layers", "") != session.layers_field(form, dropped, evicted_at):
+        corrupt("its layers are not as kvedge writes them")
+    return _Described(form, length, max_seq_len, dropped, evicted_at)
 
 
-def _check_no_layers(path: str, fields: Mapping[str, str]) -> None:
-    """Refuse what a file tells of keys and values that has states alone."""
-    wanted = {
-        "num_kv_heads": str(NO_LAYER.num_kv_heads),
-        "head_dim": str(NO_LAYER.head_dim),
-        "dtype": NO_LAYER.dtype,
-        "group_size": str(NO_LAYER.group_size),
-        "scale_dtype": NO_LAYER.scale_dtype,
-        "key_offset": "",
+def _check_fields(fields: Mapping[str, str]) -> None:
+    """Refuse fields that are missing, unknown, or at odds with each other."""
+    _check_kind(fields)
+    versions = (session.VERSION, session.VERSION_OF_RUNS, session.VERSION_OF_STATES)
+    if fields.get("format_version") not in versions:
+        corrupt(
+            f"its format_version is {fields.get('format_version')!r}, and this kvedge reads "
+            f"{', '.join(versions)}: it is damaged, or a newer kvedge wrote it",
+        )
+    wanted = [*session.FIELDS, "sha256"]
+    in_runs = fields.get("dtype") in IN_RUNS or fields.get("value_dtype") in IN_RUNS
+    if in_runs or any(name in fields for name in PART_OPTIONS):
+        wanted += PART_OPTIONS
+    missing = [name for name in wanted if name not in fields]
+    if missing:
+        corrupt(f"its metadata lacks {', '.join(missing)}")
+    known = (*session.FIELDS, *session.MORE_FIELDS, "sha256")
+    unknown = [name for name in fields if name not in known and not name.startswith(session.USER)]
+    if unknown:
+        corrupt(f"its metadata has {unknown[0][:40]!r}, which kvedge never writes")
+    for name, text in (("value_rotation", session.HADAMARD), ("key_scale", session.AUTO)):
+        if fields.get(name, text) != text:
+            corrupt(f"its {name} is {fields[name][:40]!r}, not {text!r}")
+    for name, other in (("value_dtype", "dtype"), ("value_head_dim", "head_dim")):
+        if fields.get(name) == fields[other]:
+            corrupt(f"its {name} is its {other}, which kvedge never writes")
+    for name in ("value_dtype", "recent_dtype"):
+        if fields.get(name) == "":
+            corrupt(f"its {name} is no name of a format")
+    has_scales = _have_scales(fields["dtype"], fields.get("value_dtype"))
+    if fields["key_offset"] not in ("", session.AUTO if has_scales or "layers" in fields else ""):
+        corrupt(f"its key_offset is {fields['key_offset'][:40]!r}")
+    if "recent" in fields and fields["recent"] == fields["sinks"] == "0" and not in_runs:
+        corrupt("it has a recent_dtype and no tokens of it, which kvedge never writes")
+    if not has_scales and (fields["group_size"], fields["scale_dtype"]) != ("", ""):
+        corrupt(f"its metadata gives scales to {fields['dtype'][:40]} rows")
+
+
+def _check_no_layers(
+    fields: Mapping[str, str], states: tuple[tuple[int, StateConfig], ...]
+) -> None:
+    """Refuse what a file says of keys and values that has states alone."""
+    wanted = session.own_fields(session.NO_LAYER, 0, 0) | {"key_offset": ""}
+    other = [
+        name for name in session.FIELDS if name in wanted and fields[name] != str(wanted[name])
+    ]
+    other += [
+        n for n in fields if n not in (*session.FIELDS, "sha256") and not n.startswith(session.USER)
+    ]
+    if other or not states:
+        corrupt(f"its {(*other, 'num_layers')[0][:40]} is not that of a file of states alone")
+
+
+def _options(fields: Mapping[str, str]) -> dict[str, Any]:
+    """What the fields say of all layers but those that differ, as `own_fields` has it."""
+    numbers = ["num_kv_heads", "head_dim", *(name for name in PART_OPTIONS[:2] if name in fields)]
+    numbers += ["group_size"] if fields["group_size"] else []
+    options: dict[str, Any] = {name: number_of(fields, name) for name in numbers}
+    width = "value_head_dim" if "value_head_dim" in fields else "head_dim"
+    texts = ("value_dtype", "value_rotation", "recent_dtype")
+    return {
+        "group_size": "",
+        "dtype": fields["dtype"],
+        "value_head_dim": number_of(fields, width),
+        "scale_dtype": fields["scale_dtype"],
+        **{name: fields.get(name, "") for name in texts},
+        **options,
     }
-    other = [name for name, text in wanted.items() if fields[name] != text]
-    other += [n for n in fields if n not in (*FIELDS, "sha256") and not n.startswith(USER)]
-    if other:
-        _corrupt(path, f"its {other[0][:40]} is not that of a file of states alone")
 
 
-def _read_turns(path: str, text: str | None, form: CacheFormat) -> list[Turns | None]:
+def _config(options: Mapping[str, Any], capacity: int | None, whose: str) -> LayerConfig:
+    """The config of a layer with these options, which are those of a file."""
+    if options["value_rotation"] not in ("", session.HADAMARD):
+        corrupt(f"{whose} has the value_rotation {str(options['value_rotation'])[:40]!r}")
+    given = {**options, "value_rotation": options["value_rotation"] == session.HADAMARD}
+    given |= {name: given[name] or None for name in ("value_dtype", "recent_dtype")}
+    has_scales = _have_scales(given["dtype"], given["value_dtype"])
+    if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
+        given.update(group_size=None, scale_dtype="float32")
+    try:
+        config = checks.layer_config(capacity=capacity, recent_dtypes=FORMATS, **given)
+    except (KvedgeError, TypeError) as error:
+        corrupt(f"{whose} makes no layer: {error}", error)
+    if has_scales and given["group_size"] != config.group_size:
+        corrupt(f"{whose} has the group_size {given['group_size']}, beyond its rows")
+    return config
+
+
+def _read_layers(
+    text: str, first: LayerConfig, num_layers: int, length: int
+) -> tuple[list[LayerConfig], list[int], list[int]]:
+    """Configs of layers that differ, how many tokens each has dropped, and where."""
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        corrupt(f"its layers cannot be read: {type(error).__name__}: {error}", error)
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        corrupt(f"its layers are not those of {num_layers} layers")
+    configs, dropped, evicted_at = [], [], []
+    for index, own in enumerate(listed):
+        if not isinstance(own, dict):
+            corrupt(f"its layers hold no mapping for layer {index}")
+        options = {**session.own_fields(first, 0, 0), **own}
+        gone = {name: options.pop(name) for name in ("dropped", "evicted", "evicted_at")}
+        if any(type(n) is not int or not 0 <= n <= length for n in gone.values()):
+            corrupt(f"layer {index} has {str(gone)[:80]} of {length} tokens")
+        config = _config(options, None, f"layer {index} in its layers")
+        n, at = gone["dropped"] + gone["evicted"], gone["evicted_at"]
+        if gone["dropped"] and (config.window is None or length - n < config.window - 1):
+            corrupt(f"layer {index} has dropped {n} of {length} tokens that it needs")
+        if at and not (config.window is None and 0 < n < at < length):
+            corrupt(f"layer {index} cannot have evicted {n} of {length} tokens at {at}")
+        configs.append(config)
+        dropped.append(n)
+        evicted_at.append(at)
+    return configs, dropped, evicted_at
+
+
+def _read_turns(text: str | None, form: CacheFormat) -> list[Turns | None]:
     """What the keys of each layer are still to be turned by."""
     if text is None:
         return [None] * form.num_layers
@@ -473,66 +395,12 @@ def _read_turns(path: str, text: str | None, form: CacheFormat) -> list[Turns | 
             if pairs and not one.is_valid(config.head_dim):
                 raise ValueError("a turn that kvedge never makes")
             turns.append(one if pairs else None)
-        as_written = turns_field(turns)
+        as_written = session.turns_field(turns)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        _corrupt(path, f"its {KEY_TURNS} cannot be read: {type(error).__name__}: {error}", error)
+        corrupt(f"its key_turns cannot be read: {type(error).__name__}: {error}", error)
     if text != as_written:
-        _corrupt(path, f"its {KEY_TURNS} are not as kvedge writes them")
+        corrupt("its key_turns are not as kvedge writes them")
     return turns
-
-
-def _read_layers(
-    path: str, text: str, config: LayerConfig, num_layers: int, length: int
-) -> tuple[list[LayerConfig], list[int], list[int]]:
-    """Configs of layers that differ, how many tokens each has dropped, and where."""
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        _corrupt(path, f"its {LAYERS} cannot be read: {type(error).__name__}: {error}", error)
-    if not isinstance(listed, list) or len(listed) != num_layers:
-        _corrupt(path, f"its {LAYERS} are not those of {num_layers} layers")
-    configs, dropped, evicted_at = [], [], []
-    for index, own in enumerate(listed):
-        if not isinstance(own, dict):
-            _corrupt(path, f"its {LAYERS} hold no mapping for layer {index}")
-        own = dict(own)
-        name = "evicted" if "evicted" in own else "dropped"
-        gone, at = own.pop(name, 0), own.pop("evicted_at", 0)
-        dtype = own.get("dtype", config.dtype)
-        value_dtype = own.pop(VALUE_DTYPE, config.value_dtype or "") or None
-        has_scales = _have_scales(dtype, value_dtype)
-        given = {
-            "dtype": dtype,
-            "value_dtype": value_dtype,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "value_head_dim": config.value_head_dim,
-            "group_size": config.group_size if config.has_scales else "",
-            "scale_dtype": config.scale_dtype if config.has_scales else "",
-            "value_rotation": HADAMARD if config.value_rotation else "",
-            **{name: getattr(config, name) for name in PART_OPTIONS},
-            **own,
-        }
-        if given["value_rotation"] not in ("", HADAMARD):
-            _corrupt(path, f"its {LAYERS} have another value_rotation than kvedge in layer {index}")
-        given["value_rotation"] = given["value_rotation"] == HADAMARD
-        given["recent_dtype"] = given["recent_dtype"] or None
-        if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
-            given.update(group_size=None, scale_dtype="float32")
-        try:
-            made = checks.layer_config(capacity=None, recent_dtypes=FORMATS, **given)
-        except (KvedgeError, TypeError) as error:
-            _corrupt(path, f"its {LAYERS} make no layer {index}: {error}", error)
-        if isinstance(gone, bool) or not isinstance(gone, int) or not 0 <= gone <= length:
-            _corrupt(path, f"layer {index} cannot have {name} {str(gone)[:40]} of {length} tokens")
-        if gone and name == "dropped" and (made.window is None or length - gone < made.window - 1):
-            _corrupt(path, f"layer {index} has dropped {gone} of {length} tokens that it needs")
-        if type(at) is not int or (at and not (made.window is None and 0 < gone < at < length)):
-            _corrupt(path, f"layer {index} cannot have evicted at {str(at)[:40]}")
-        configs.append(made)
-        dropped.append(gone)
-        evicted_at.append(at)
-    return configs, dropped, evicted_at
 
 
 def _have_scales(*dtypes: Any) -> bool:
@@ -542,85 +410,59 @@ def _have_scales(*dtypes: Any) -> bool:
     )
 
 
-def _number(path: str, fields: Mapping[str, str], name: str) -> int:
-    text = fields[name]
-    if not (text.isascii() and text.isdigit() and len(text) <= 18 and str(int(text)) == text):
-        _corrupt(path, f"its {name} is {text[:40]!r}, not a number")
-    return int(text)
-
-
-def _check_tensors(
-    path: str,
-    tensors: Mapping[str, _Tensor],
-    form: CacheFormat,
-    tokens: Sequence[int],
-    dropped: Sequence[int],
-    type_of: Callable[[str], str],
-) -> None:
+def _check_tensors(tensors: Mapping[str, Tensor], described: _Described) -> None:
     """Compare names, types and shapes with what the metadata promises, before any is read."""
-    vectors = [name for name in tensors if name.rpartition(".")[2] in KEY_VECTORS]
-    expected = 4 * (form.num_layers + sum(len(_parts_of(c)) for c in form.layers)) + len(vectors)
-    if len(tensors) != expected:
-        _corrupt(
-            path, f"it has {len(tensors)} tensors where {form.num_layers} layers have {expected}"
-        )
+    least = len(memory.Slabs._fields) * described.form.num_layers
+    if len(tensors) < least:
+        corrupt(f"it has {len(tensors)} tensors where its layers have at least {least}")
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for index, config in enumerate(form.layers):
-        layout = memory.slab_layout(config)
-        for field, (shape, _) in zip(memory.Slabs._fields, layout, strict=True):
-            name = f"layers.{index}.{field}"
-            wanted[name] = (type_of(name), (tokens[index], *shape[1:]))
+    for index, config in enumerate(described.form.layers):
         may_have_vectors = (config.keys_have_scales, not config.keys_in_runs)
         for field, may_have in zip(KEY_VECTORS, may_have_vectors, strict=True):
             name = f"layers.{index}.{field}"
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
-        for part in _parts_of(config):
-            first = tensors.get(f"layers.{index}.{part}.key_codes")
-            own = _config_of(config, part)
-            of_rows = memory.tokens_per_rows(own)
-            held = first.shape[0] * of_rows[0] if first is not None and first.shape else 0
-            if part == "runs":
-                last = wanted[f"layers.{index}.last.key_codes"][1][0]
-                most = least = RUN * _num_runs(dropped[index], tokens[index], last)
-            else:
-                least, most = 0, min(config.sinks, tokens[index])
-                if part == "last":  # with runs, of the one that the first token lies in too
-                    spare = dropped[index] % RUN if config.in_runs else 0
-                    most = min(last_rows(config), tokens[index] + spare)
-            if not least <= held <= most:
-                _corrupt(
-                    path,
-                    f"layer {index} has rows of {held} of its {part} tokens, where {least} to "
-                    f"{most} belong to {tokens[index]} tokens",
-                )
-            for field, n, (shape, _) in zip(
-                memory.Slabs._fields, of_rows, memory.slab_layout(own), strict=True
+        tokens, dropped = described.tokens[index], described.dropped[index]
+        held = _tokens_held(tensors, index, config, tokens, dropped)
+        slabs = session.slabs_in_file(index, config)
+        for (_, prefix, own), count in zip(slabs, held, strict=True):
+            layout, of_rows = memory.slab_layout(own), memory.tokens_per_rows(own)
+            for field, dtype, n, (rows, _) in zip(
+                memory.Slabs._fields, session.types_of(own), of_rows, layout, strict=True
             ):
-                name = f"layers.{index}.{part}.{field}"
-                wanted[name] = (type_of(name), (held // n, *shape[1:]))
-    for name, belongs in wanted.items():
+                wanted[f"{prefix}.{field}"] = (dtype, (count // n, *rows[1:]))
+    for name, (dtype, shape) in wanted.items():
         tensor = tensors.get(name)
         if tensor is None:
-            _corrupt(path, f"tensor {name} is missing")
-        if (tensor.dtype, tensor.shape) != belongs:
-            _corrupt(
-                path,
-                f"tensor {name} is {tensor.dtype} {tensor.shape} where "
-                f"{belongs[0]} {belongs[1]} belongs",
-            )
+            corrupt(f"tensor {name} is missing")
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            corrupt(f"tensor {name} is {tensor.dtype} {tensor.shape} where {dtype} {shape} belongs")
     for name in tensors:
         if name not in wanted:
-            _corrupt(path, f"tensor {name} does not belong there")
+            corrupt(f"tensor {name} does not belong there")
 
 
-def _parts_of(config: LayerConfig) -> tuple[str, ...]:
-    """The parts that a layer has besides its rows."""
-    return PARTS if config.in_runs else PARTS[:2] if config.recent_dtype else ()
-
-
-def _config_of(config: LayerConfig, part: str) -> LayerConfig:
-    return config.runs(RUN) if part == "runs" else config.part_config
+def _tokens_held(
+    tensors: Mapping[str, Tensor], index: int, config: LayerConfig, tokens: int, dropped: int
+) -> list[int]:
+    """Tokens of the rows and parts of a layer: of first and last ones it is up to the file."""
+    held = [tokens]
+    for part, prefix, own in [*session.slabs_in_file(index, config)][1:]:
+        keys = tensors.get(f"{prefix}.key_codes")
+        count = keys.shape[0] * own.key_format.tokens_per_row if keys and keys.shape else 0
+        least, most = 0, min(config.sinks, tokens)
+        if part == "last":  # with runs, of the one that the first token lies in too
+            spare = dropped % RUN if config.in_runs else 0
+            most = min(last_rows(config), tokens + spare)
+        elif part == "runs":
+            least = most = RUN * _num_runs(dropped, tokens, held[-1])
+        if not least <= count <= most:
+            corrupt(
+                f"layer {index} has rows of {count} of its {part} tokens, where {least} to {most} "
+                f"belong to {tokens} tokens",
+            )
+        held.append(count)
+    return held
 
 
 def _num_runs(dropped: int, tokens: int, last: int) -> int:
@@ -629,20 +471,18 @@ def _num_runs(dropped: int, tokens: int, last: int) -> int:
     return max(0, -(-(runs_end(end, end - last) - dropped // RUN * RUN) // RUN))
 
 
-def _reserve(
-    path: str,
-    make: _Make[_State],
-    form: CacheFormat,
-    max_seq_len: int | None,
-    rule: KeyRule,
-    user: Mapping[str, str],
-    tokens: Sequence[int],
-) -> _State:
-    """Make the empty cache that a file describes, with room for ``tokens``.
+def _reserve(make: _Make[_State], fields: Mapping[str, str], described: _Described) -> _State:
+    """Make the empty cache that a file describes, with room for its tokens.
 
-    Memory is reserved for ``max_seq_len`` tokens, and taken only as it is filled. Where the system
-    refuses that, but has room for the tokens that are there, the file asks for too much.
+    Memory is reserved for ``max_seq_len`` tokens, and taken only as it is filled. A mapped cache
+    gets its slabs from the file, but may grow to max_seq_len. Where the system refuses that, but
+    has room for the tokens that are there, the file asks for too much.
     """
+    own = {name for name in fields if name.startswith(session.USER)} - {session.STATE_KINDS}
+    user = {name[len(session.USER) :]: text for name, text in fields.items() if name in own}
+    rule = KeyRule(fields["key_offset"] == session.AUTO, "key_scale" in fields)
+    form, tokens, max_seq_len = described.form, described.tokens, described.max_seq_len
+    form = replace(form, layers=tuple(map(config_of_today, form.layers)))
     try:
         return make(form, max_seq_len, rule, user, tokens)
     except OutOfMemoryError as error:
@@ -651,25 +491,20 @@ def _reserve(
         if max_seq_len is not None and any(tokens):
             make(form, None, rule, user, tokens)
         what = "num_layers, num_kv_heads and head_dim" if max_seq_len is None else "max_seq_len"
-        _corrupt(path, f"its {what} ask for memory that no system has: {error}", error)
-
-
-def _read(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
-) -> None:
-    """Read the tokens into the slabs of an empty cache."""
-    for index, store in enumerate(cache.stores):
-        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
-            _read_into(path, file, tensors[f"layers.{index}.{name}"], slab[: tokens[index]])
+        corrupt(f"its {what} ask for memory that no system has: {error}", error)
 
 
 def _map(
-    path: str, file: BinaryIO, tensors: Mapping[str, _Tensor], cache: _Cache, tokens: Sequence[int]
-) -> None:
-    """Give the layers slabs that are the file itself, private to this process when written."""
+    file: BinaryIO, tensors: Mapping[str, Tensor], cache: _Cache, tokens: Sequence[int]
+) -> set[str]:
+    """Give the layers slabs that are the file itself, private to this process when written.
+
+    Returns the names of the tensors that could be used so.
+    """
+    mapped = set()
     mapping = mmap_module.mmap(file.fileno(), 0, access=mmap_module.ACCESS_COPY)
     if len(mapping) < max(tensor.offset + tensor.nbytes for tensor in tensors.values()):
-        _corrupt(path, "it was cut while being read")
+        corrupt("it was cut while being read")
     # Slabs must be followed by readable bytes. The rest of the file's last page is readable.
     readable = -(-len(mapping) // memory.PAGE) * memory.PAGE
     for index, store in enumerate(cache.stores):
@@ -681,121 +516,70 @@ def _map(
         for name, (shape, dtype) in zip(
             memory.Slabs._fields, memory.slab_layout(config), strict=True
         ):
-            tensor = tensors[f"layers.{index}.{name}"]
+            full = f"layers.{index}.{name}"
+            tensor = tensors[full]
             guarded = tensor.offset + tensor.nbytes + memory.TAIL_BYTES <= readable
             if tensor.offset % dtype.itemsize == 0 and guarded:
                 # Without elements NumPy would not take an offset at the very end.
-                slabs.append(
-                    np.ndarray(shape, dtype, mapping, tensor.offset if tensor.nbytes else 0)
-                )
+                offset = tensor.offset if tensor.nbytes else 0
+                slabs.append(np.ndarray(shape, dtype, mapping, offset))
+                mapped.add(full)
             else:
                 spare = spare or memory.reserve_slabs(config)
                 slabs.append(getattr(spare, name))
-                _read_into(path, file, tensor, slabs[-1])
         store.bind(memory.Slabs(*slabs), config)
+    return mapped
 
 
-def _loaded_arrays(
-    path: str,
-    file: BinaryIO,
-    tensors: Mapping[str, _Tensor],
-    form: CacheFormat,
-    cache: _Cache,
-    tokens: Sequence[int],
-) -> dict[str, np.ndarray]:
-    """Return every tensor as it now lies in memory; key offsets and scales are read here."""
-    arrays = {}
-    for index, store in enumerate(cache.stores):
-        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
-            arrays[f"layers.{index}.{name}"] = slab[: tokens[index]]
-    for name, tensor in tensors.items():
-        if name not in arrays:
-            kind: Any = np.float32
-            if len(name.split(".")) == 4:
-                config = form.layers[int(name.split(".")[1])]
-                layout = memory.slab_layout(_config_of(config, name.split(".")[2]))
-                kind = layout[memory.Slabs._fields.index(name.rpartition(".")[2])][1]
-            arrays[name] = np.empty(tensor.shape, kind)
-            _read_into(path, file, tensor, arrays[name])
-    return arrays
-
-
-def _put_kinds(path: str, text: str, form: CacheFormat, cache: _Cache) -> None:
+def _put_kinds(text: str, form: CacheFormat, cache: _Cache) -> None:
     """Let an empty cache have states of the classes that a file tells of."""
     try:
         states = states_of_kinds(text, form.states)
     except InvalidArgumentError as error:
-        _corrupt(path, f"its classes of states cannot be read: {error}", error)
-    for number, state in states.items():
-        cache.put_layer(number, state)
+        corrupt(f"its classes of states cannot be read: {error}", error)
+    for index, state in states.items():
+        cache.put_layer(index, state)
 
 
-def _loaded_states(
-    path: str,
-    file: BinaryIO,
-    tensors: Mapping[str, _Tensor],
-    form: CacheFormat,
-    cache: _Cache,
+def _arrays(
+    tensors: Mapping[str, Tensor], described: _Described, cache: _Cache
 ) -> dict[str, np.ndarray]:
-    """Read states into the layers of an empty cache, and return their arrays by tensor."""
+    """Where each tensor goes: into slabs and states of an empty cache, or memory of its own."""
     arrays = {}
-    for (number, _), state in zip(form.states, cache.states, strict=True):
+    for index, (store, tokens) in enumerate(zip(cache.stores, described.tokens, strict=True)):
+        for name, slab in zip(memory.Slabs._fields, store.slabs, strict=True):
+            arrays[f"layers.{index}.{name}"] = slab[:tokens]
+    for (index, _), state in zip(described.form.states, cache.states, strict=True):
         for name, array in state.arrays.items():
-            tensor = f"{STATES}{number}.{name}"
-            _read_into(path, file, tensors[tensor], array)
-            arrays[tensor] = array
+            arrays[f"{session.STATES}{index}.{name}"] = array
+    for name, tensor in tensors.items():
+        if name not in arrays:
+            arrays[name] = np.empty(tensor.shape, TYPES[tensor.dtype])
     return arrays
 
 
-def _read_into(path: str, file: BinaryIO, tensor: _Tensor, array: np.ndarray) -> None:
-    if not array.size:
-        return
-    file.seek(tensor.offset)
-    count = file.readinto(bits_of(array))  # type: ignore[attr-defined]
-    if count != tensor.nbytes:
-        _corrupt(path, f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
-
-
-def _parts(
-    arrays: Mapping[str, np.ndarray], index: int, config: LayerConfig, key_map: KeyMap
-) -> tuple[PartContents, ...]:
-    """What a layer holds in another format too."""
-    if not config.recent_dtype:
-        return ()
-    own = part_key_map(config, key_map)
-    return tuple(
-        PartContents(
-            memory.Slabs(
-                *(arrays[f"layers.{index}.{part}.{name}"] for name in memory.Slabs._fields)
-            ),
-            key_map if part == "runs" else own,
-        )
-        for part in _parts_of(config)
-    )
-
-
-def _check_numbers(path: str, name: str, array: np.ndarray, config: LayerConfig) -> None:
-    """Refuse numbers that the format cannot have produced."""
-    form = config.value_format if ".value" in name else config.key_format
-    if not array.size:
-        return
-    if name.endswith("_codes") and form.kivi is not None:
-        dim = config.value_head_dim if ".value" in name else config.head_dim
-        fault = form.kivi.fault(array, dim)
-    elif name.endswith("_codes"):
-        fault = form.fault_of_codes(array)
-    elif name.endswith("_scales"):
-        fault = form.fault_of_scales(array)
-    else:  # a key offset or a key scale
-        fault = FORMATS["float32"].fault_of_codes(array)
-        if fault is None and name.endswith(".key_scale") and not (array > 0).all():
-            fault = "a number that is not positive"
-    if fault is not None:
-        _corrupt(path, f"tensor {name} holds {fault}")
+def _layer(
+    arrays: Mapping[str, np.ndarray], index: int, config: LayerConfig
+) -> tuple[KeyMap, tuple[PartContents, ...]]:
+    """How a layer stores keys, and its parts, once all its numbers are checked."""
+    vectors = [f"layers.{index}.{name}" for name in KEY_VECTORS]
+    for name in vectors:
+        if name in arrays:
+            check_numbers(name, arrays[name], config)
+    key_map = KeyMap(*map(arrays.get, vectors))
+    held = []
+    for part, prefix, own in session.slabs_in_file(index, config):
+        slabs = memory.Slabs(*(arrays[f"{prefix}.{name}"] for name in memory.Slabs._fields))
+        for name, array in zip(memory.Slabs._fields, slabs, strict=True):
+            check_numbers(f"{prefix}.{name}", array, own)
+        of_part = part_key_map(config, key_map) if part in ("first", "last") else key_map
+        _check_key_map(index, config, slabs.side(False, own), of_part)
+        held.append(PartContents(slabs, of_part))
+    return key_map, parts_of_today(config, held[1:])
 
 
 def _check_key_map(
-    path: str, index: int, config: LayerConfig, stored: memory.StoredRows, key_map: KeyMap
+    index: int, config: LayerConfig, stored: memory.StoredRows, key_map: KeyMap
 ) -> None:
     """Refuse a key map whose keys lie beyond float32, further than rounding takes them."""
     codes, scales = stored.codes, stored.scales
@@ -814,8 +598,4 @@ def _check_key_map(
         rounding += float(scales[rows].max(initial=0.0))
         if np.abs(keys).max() > checks.FLOAT32_MAX + rounding:
             name = KEY_VECTORS[key_map.scale is not None]
-            _corrupt(path, f"tensor layers.{index}.{name} leads to keys beyond float32")
-
-
-def _corrupt(path: str, what: str, cause: Exception | None = None) -> NoReturn:
-    raise CorruptFileError(f"{path}: {what}") from cause
+            corrupt(f"tensor layers.{index}.{name} leads to keys beyond float32")

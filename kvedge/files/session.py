@@ -30,28 +30,28 @@ Versions of kvedge that do not know a field refuse the files that have it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvedge.core import checks, memory
+from kvedge.core import checks
 from kvedge.core.config import LayerConfig
-from kvedge.core.formats import FORMATS, IN_RUNS, SCALE_TYPES, format_of
 from kvedge.core.key_map import KeyRule
-from kvedge.core.packages import require
+from kvedge.core.kivi import RUN
+from kvedge.core.memory import Slabs
 from kvedge.core.storage import KEY_VECTORS, PART_OPTIONS
 from kvedge.errors import InvalidArgumentError
 from kvedge.files.contents import CacheContents, CacheFormat
+from kvedge.files.header import TypedArrays, pieces
 from kvedge.files.replacing import replacing
 from kvedge.rope import Turns
 from kvedge.states.kinds import kinds_text
 
-__all__ = ["digest", "file_types", "header", "pieces", "safetensors_package", "save"]
+__all__ = ["file_pieces", "save", "slabs_in_file", "types_of"]
 
 FORMAT = "kvedge"
 VERSION = "1"
@@ -76,23 +76,22 @@ FIELDS = (
     "max_seq_len",  # "" for a cache that grows
     "key_offset",  # "auto": layers without one take it from their first tokens; else ""
 )
+# Fields that some files have.
+MORE_FIELDS = (
+    "key_scale",  # "auto": layers take it from their first tokens
+    "key_turns",  # where keys are still to be turned: JSON, see `turns_field`
+    "layers",  # where layers differ or have windows: JSON, see `layers_field`
+    "value_dtype",  # where it is not dtype
+    "value_head_dim",  # where it is not head_dim
+    "value_rotation",  # where values are rotated: by which matrix
+    *PART_OPTIONS,  # where first or last tokens are held in another format too
+)
 AUTO = "auto"
-KEY_SCALE = "key_scale"  # "auto": a field of files whose layers take it from their first tokens
-VALUE_DTYPE = "value_dtype"  # a field of files where it is not dtype
-VALUE_HEAD_DIM = "value_head_dim"  # a field of files where it is not head_dim
-VALUE_ROTATION = "value_rotation"  # a field of files where values are rotated: by which matrix
-HADAMARD = "hadamard"  # the only one; rows of parts are not rotated but for runs
+HADAMARD = "hadamard"  # the only value_rotation; rows of parts are not rotated but for runs
 PARTS = ("first", "last", "runs")  # tensors of such: layers.{i}.PART.NAME; runs of formats of runs
-# A field of files whose layers differ or have windows: JSON, a list of what each layer has that the
-# fields above, which are those of layer 0, do not say; see `layers_field`.
-LAYERS = "layers"
-# A field of files whose keys are still to be turned: JSON, see `turns_field`.
-KEY_TURNS = "key_turns"
 #: What the fields tell of layers of keys and values where there are none.
 NO_LAYER = LayerConfig("int8", 1, 0, 0, 0, 0, "float32")
-# The safetensors package refuses headers of more than 10^8 bytes. Half is left to the tensors.
-MAX_HEADER = 100_000_000
-_MAX_METADATA = 50_000_000
+_MAX_METADATA = 50_000_000  # bytes: half of a header's is left to the tensors
 
 
 class _Saved(Protocol):
@@ -120,84 +119,43 @@ def save(
 
     A new file has the owner and the mode of the file `like`, if there is one.
     """
-    safetensors_package()  # what could not be loaded here is not saved either
     cache.refuse_pending("save()")
     with replacing(path, like=like) as file:
-        for piece in pieces(cache, metadata):
+        for piece in file_pieces(cache, metadata):
             file.write(piece)
 
 
-def pieces(
+def file_pieces(
     cache: _Saved, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a cache's file, one after the other."""
     contents = cache.contents(cache.length, copy=False)
-    tensors = _tensors(contents)
     fields = _fields(contents, cache)
     fields.update(_user_fields(cache.metadata if metadata is None else metadata))
     numbers = (number for number, _ in contents.format.states)
     kinds = kinds_text(zip(numbers, contents.states, strict=True))
     if kinds:
         fields[STATE_KINDS] = kinds
-    type_of = file_types(fields, _types_of_states(contents.format))
-    fields["sha256"] = digest(fields, tensors, type_of)
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    yield header(fields, {name: tensors[name] for name in names}, type_of)
-    for name in names:
-        yield tensors[name].reshape(-1).view(np.uint8).data
+    return pieces(fields, _tensors(contents))
 
 
-def header(
-    fields: Mapping[str, str], tensors: Mapping[str, np.ndarray], type_of: Callable[[str], str]
-) -> bytes:
-    """Return a file up to its tensors, as the safetensors package would write it.
-
-    https://github.com/huggingface/safetensors#format. The package itself writes to a temporary file
-    of its own, which a killed process would leave behind for ever.
-    """
-    entries: dict[str, Any] = {"__metadata__": dict(sorted(fields.items()))}
-    offset = 0
-    for name, array in tensors.items():
-        entries[name] = {
-            "dtype": type_of(name),
-            "shape": array.shape,
-            "data_offsets": (offset, offset + array.nbytes),
-        }
-        offset += array.nbytes
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    if len(text) > MAX_HEADER:
-        raise InvalidArgumentError(
-            f"metadata takes too much room: a header of {len(text)} bytes where {MAX_HEADER} are "
-            "the limit"
-        )
-    return len(text).to_bytes(8, "little") + text
-
-
-def _tensors(contents: CacheContents) -> dict[str, np.ndarray]:
+def _tensors(contents: CacheContents) -> TypedArrays:
     tensors = {}
-    for index, layer in enumerate(contents.layers):
-        for name, array in zip(memory.Slabs._fields, layer.arrays, strict=True):
-            tensors[f"layers.{index}.{name}"] = array
+    for index, (config, layer) in enumerate(
+        zip(contents.format.layers, contents.layers, strict=True)
+    ):
+        held = (layer.arrays, *(part.arrays for part in layer.parts))
+        for (_, prefix, own), arrays in zip(slabs_in_file(index, config), held, strict=True):
+            for name, dtype, array in zip(Slabs._fields, types_of(own), arrays, strict=True):
+                tensors[f"{prefix}.{name}"] = (dtype, np.ascontiguousarray(array))
         for name, vector in zip(KEY_VECTORS, layer.key_map, strict=True):
             if vector is not None:
-                tensors[f"layers.{index}.{name}"] = np.ascontiguousarray(vector)
-        for part, contents_of_part in zip(PARTS, layer.parts, strict=False):
-            for name, array in zip(memory.Slabs._fields, contents_of_part.arrays, strict=True):
-                tensors[f"layers.{index}.{part}.{name}"] = np.ascontiguousarray(array)
-    for (number, _), state in zip(contents.format.states, contents.states, strict=True):
-        for name, array in state.arrays.items():
-            tensors[f"{STATES}{number}.{name}"] = array
+                tensors[f"layers.{index}.{name}"] = ("F32", np.ascontiguousarray(vector))
+    for (number, form), state in zip(contents.format.states, contents.states, strict=True):
+        for name, dtype in zip(form.names, form.dtypes, strict=True):
+            array = state.arrays[name]
+            tensors[f"{STATES}{number}.{name}"] = (STATE_FILE_TYPES[dtype], array)
     return tensors
-
-
-def _types_of_states(form: CacheFormat) -> dict[str, str]:
-    """Safetensors' names of the types of states, by the names of their tensors."""
-    return {
-        f"{STATES}{number}.{name}": STATE_FILE_TYPES[dtype]
-        for number, config in form.states
-        for name, dtype in zip(config.names, config.dtypes, strict=True)
-    }
 
 
 def version_of(form: CacheFormat) -> str:
@@ -210,41 +168,29 @@ def version_of(form: CacheFormat) -> str:
 def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
     form = contents.format
     first = form.layers[0] if form.layers else NO_LAYER
-    values = (
-        FORMAT,
-        version_of(form),
-        form.num_layers,
-        first.num_kv_heads,
-        first.head_dim,
-        first.dtype,
-        first.group_size if first.has_scales else "",
-        first.scale_dtype if first.has_scales else "",
-        contents.length,
-        "" if cache.max_seq_len is None else cache.max_seq_len,
-        AUTO if cache.key_rule.auto_offset else "",
-    )
-    fields = {name: str(value) for name, value in zip(FIELDS, values, strict=True)}
-    if first.value_dtype is not None:
-        fields[VALUE_DTYPE] = first.value_dtype
-    if first.value_head_dim != first.head_dim:
-        fields[VALUE_HEAD_DIM] = str(first.value_head_dim)
-    if first.value_rotation:
-        fields[VALUE_ROTATION] = HADAMARD
-    if cache.key_rule.auto_scale:
-        fields[KEY_SCALE] = AUTO
+    own = own_fields(first, 0, 0)
+    fields = {
+        "format": FORMAT,
+        "format_version": version_of(form),
+        "num_layers": form.num_layers,
+        "length": contents.length,
+        "max_seq_len": "" if cache.max_seq_len is None else cache.max_seq_len,
+        "key_offset": AUTO if cache.key_rule.auto_offset else "",
+    }
+    fields |= {name: own[name] for name in FIELDS if name in own}
+    evicted_at = [layer.evicted_at % max(contents.length, 1) for layer in contents.layers]
+    more = {
+        "key_scale": AUTO if cache.key_rule.auto_scale else "",
+        "key_turns": turns_field([layer.turns for layer in contents.layers]),
+        "layers": layers_field(form, [layer.num_dropped for layer in contents.layers], evicted_at),
+        "value_dtype": own["value_dtype"],
+        "value_head_dim": "" if first.value_head_dim == first.head_dim else first.value_head_dim,
+        "value_rotation": own["value_rotation"],
+    }
     if first.recent_dtype:
-        fields.update({name: str(getattr(first, name)) for name in PART_OPTIONS})
-    text = layers_field(
-        form,
-        [layer.num_dropped for layer in contents.layers],
-        [layer.evicted_at % max(contents.length, 1) for layer in contents.layers],
-    )
-    if text:
-        fields[LAYERS] = text
-    text = turns_field([layer.turns for layer in contents.layers])
-    if text:
-        fields[KEY_TURNS] = text
-    return fields
+        more |= {name: own[name] for name in PART_OPTIONS}
+    fields |= {name: value for name, value in more.items() if value != ""}
+    return {name: str(value) for name, value in fields.items()}
 
 
 def turns_field(turns: Sequence[Turns | None]) -> str:
@@ -270,15 +216,15 @@ def layers_field(form: CacheFormat, dropped: Sequence[int], evicted_at: Sequence
     """
     if not form.layers:
         return ""
-    common = _own_fields(replace(form.layers[0], window=None), 0, 0)
+    common = own_fields(replace(form.layers[0], window=None), 0, 0)
     layers = []
     for config, num_dropped, at in zip(form.layers, dropped, evicted_at, strict=True):
-        own = _own_fields(config, num_dropped, at)
+        own = own_fields(config, num_dropped, at)
         layers.append({name: value for name, value in own.items() if value != common[name]})
     return json.dumps(layers, separators=(",", ":")) if any(layers) else ""
 
 
-def _own_fields(config: LayerConfig, dropped: int, evicted_at: int) -> dict[str, Any]:
+def own_fields(config: LayerConfig, dropped: int, evicted_at: int) -> dict[str, Any]:
     return {
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -331,75 +277,15 @@ def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
 # ---- what files hold -----------------------------------------------------------------------------
 
 
-def file_types(
-    fields: Mapping[str, str], of_states: Mapping[str, str] | None = None
-) -> Callable[[str], str]:
-    """Safetensors' name of the type of a tensor, by the tensor's name, in a file of such fields.
-
-    Those of states are what they are: `of_states` has them.
-    """
-    layers = json.loads(fields[LAYERS]) if LAYERS in fields else None
-
-    def type_of(name: str) -> str:
-        if of_states and name in of_states:
-            return of_states[name]
-        own = layers[int(name.split(".")[1])] if layers else {}
-        column = name.rpartition(".")[2]
-        if len(name.split(".")) == 4:
-            of_parts = own.get("recent_dtype", fields.get("recent_dtype", ""))
-            if ".runs." in name:
-                return of_rows(own, column)
-            return FORMATS[of_parts].file_type if column.endswith("codes") else part_scales(own)
-        if column.endswith("codes") and not IN_RUNS.keys().isdisjoint(dtypes_of(own)):
-            return "U8"  # rows of no bytes
-        return of_rows(own, column)
-
-    def dtypes_of(own: Mapping[str, Any]) -> tuple[str, str]:
-        """What keys and values are stored as."""
-        keys = own.get("dtype", fields["dtype"])
-        return keys, own.get(VALUE_DTYPE, fields.get(VALUE_DTYPE)) or keys
-
-    def of_rows(own: Mapping[str, Any], column: str) -> str:
-        """Of rows of a layer, or of its runs and what lies beside them."""
-        keys, values = dtypes_of(own)
-        scales = own.get("scale_dtype", fields["scale_dtype"]) or "float32"
-        of_layer = {
-            "key_codes": format_of(keys).file_type,
-            "value_codes": format_of(values).file_type,
-            "key_scales": SCALE_TYPES[scales].file_type,
-            "value_scales": SCALE_TYPES[scales].file_type,
-            "key_offset": "F32",
-            "key_scale": "F32",
-        }
-        return of_layer[column]
-
-    def part_scales(own: Mapping[str, Any]) -> str:
-        """As `LayerConfig.part_config` has it."""
-        of_parts = own.get("recent_dtype", fields.get("recent_dtype", ""))
-        scales = own.get("scale_dtype", fields["scale_dtype"])
-        has_scales = FORMATS[of_parts].has_scales and scales
-        return SCALE_TYPES[scales if has_scales else "float32"].file_type
-
-    return type_of
+def slabs_in_file(index: int, config: LayerConfig) -> Iterator[tuple[str, str, LayerConfig]]:
+    """Of a layer's rows, "", and its parts: what their tensors begin with, how they are stored."""
+    yield "", f"layers.{index}", config
+    for part in PARTS if config.in_runs else PARTS[:2] if config.recent_dtype else ():
+        own = config.runs(RUN) if part == "runs" else config.part_config
+        yield part, f"layers.{index}.{part}", own
 
 
-def digest(
-    fields: Mapping[str, str], tensors: Mapping[str, np.ndarray], type_of: Callable[[str], str]
-) -> str:
-    """SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
-    sha256 = hashlib.sha256()
-    covered = {name: value for name, value in fields.items() if name != "sha256"}
-    sha256.update(json.dumps(covered, sort_keys=True).encode())
-    for name in sorted(tensors):
-        array = tensors[name]
-        sha256.update(json.dumps([name, type_of(name), array.shape]).encode())
-        if array.size:
-            sha256.update(array.reshape(-1).view(np.uint8).data)
-    return sha256.hexdigest()
-
-
-# ---- for saving and loading ----------------------------------------------------------------------
-
-
-def safetensors_package() -> Any:
-    return require("safetensors", "saving and loading need")
+def types_of(config: LayerConfig) -> tuple[str, str, str, str]:
+    """Safetensors' names of the types of the four slabs."""
+    scales = config.scale_type.file_type
+    return config.key_format.file_type, config.value_format.file_type, scales, scales

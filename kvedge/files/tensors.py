@@ -1,113 +1,109 @@
-"""Files of arrays: safetensors with metadata and a digest over all, written whole or not at all.
+"""Files of arrays with metadata and a digest over all, written whole or not at all.
 
 For what is no cache of layers: a :class:`~kvedge.MultiHeadKvCache`, a pool. (Caches of layers have
-:mod:`kvedge.files.session`, which knows each tensor's place.) Reading trusts nothing: the structure
-is checked by the safetensors package, the content against its digest; what the arrays mean, and
-which must be there, is for the caller to check.
+:mod:`kvedge.files.session`, which knows each tensor's place.) What the arrays mean, and which must
+be there, is for the caller to check.
 """
 
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvedge.core.checks import checked_path
-from kvedge.errors import CorruptFileError
+from kvedge.core.config import MAX_LAYERS, LayerConfig
+from kvedge.core.formats import FORMATS
+from kvedge.files.header import (
+    TYPES,
+    TypedArrays,
+    corrupt,
+    digest,
+    pieces,
+    read_header,
+    read_into,
+)
 from kvedge.files.replacing import replacing
-from kvedge.files.session import digest, header, safetensors_package
 
-__all__ = ["check_array", "corrupt", "number", "read", "write"]
+__all__ = ["check_array", "check_numbers", "read", "read_arrays", "typed", "write"]
 
-_TYPES = {
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "float32": "F32",
-}
+# Safetensors' names of the types that these files have, by NumPy's.
+_TYPES = {TYPES[name].name: name for name in ("I8", "U8", "U16", "I32", "I64", "F16", "F32")}
+_MOST_TENSORS = 9 + 9 * MAX_LAYERS  # those of a pool
 
 
 def write(
-    path: str | os.PathLike[str], fields: Mapping[str, str], tensors: Mapping[str, np.ndarray]
+    path: str | os.PathLike[str], fields: Mapping[str, str], arrays: Mapping[str, np.ndarray]
 ) -> None:
     """Write arrays and metadata, which has the kind of file as its field "format"."""
-    safetensors_package()  # what could not be loaded here is not saved either
     with replacing(path) as file:
-        arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-        type_of = _type_of(arrays)
-        signed = {**fields, "sha256": digest(fields, arrays, type_of)}
-        names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
-        file.write(header(signed, {name: arrays[name] for name in names}, type_of))
-        for name in names:
-            file.write(arrays[name].reshape(-1).view(np.uint8).data)
+        for piece in pieces(fields, typed(arrays)):
+            file.write(piece)
 
 
-def read(
-    path: str | os.PathLike[str], kind: str
-) -> tuple[str, dict[str, str], dict[str, np.ndarray]]:
-    """Read a file whose "format" is `kind`: its path as text, metadata, arrays of their own.
-
-    Raises
-    ------
-    CorruptFileError, OSError, MissingExtraError
-    """
-    path = checked_path(path)
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for its writer
-        corrupt(path, "it is not a regular file")
-    with open(path, "rb"):
-        pass  # what the system says of the path, before the package has its own words
-    safetensors = safetensors_package()
-    arrays: dict[str, np.ndarray] = {}
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            fields = dict(file.metadata() or {})
-            if fields.get("format") != kind:
-                corrupt(path, f"it is a safetensors file, but not of {kind}")
-            for name in file.keys():  # noqa: SIM118, it is no mapping
-                if file.get_slice(name).get_dtype() not in _TYPES.values():
-                    corrupt(path, f"tensor {name[:40]!r} is of a type that kvedge never writes")
-                arrays[name] = file.get_tensor(name)
-    except safetensors.SafetensorError as error:
-        corrupt(path, f"it is no safetensors file, or damaged or cut short: {error}", error)
-    if digest(fields, arrays, _type_of(arrays)) != fields.get("sha256"):
-        corrupt(path, "its content does not match its sha256: it was changed or damaged")
-    return path, fields, arrays
+def typed(arrays: Mapping[str, np.ndarray]) -> TypedArrays:
+    """Arrays with safetensors' names of their types."""
+    return {
+        name: (_TYPES[array.dtype.name], np.ascontiguousarray(array))
+        for name, array in arrays.items()
+    }
 
 
-def number(path: str, fields: Mapping[str, str], name: str) -> int:
-    """A field as the number that was written, or CorruptFileError."""
-    text = fields.get(name, "")
-    if not (text.isascii() and text.isdigit() and len(text) <= 20 and str(int(text)) == text):
-        corrupt(path, f"its {name} is {text[:40]!r}, not a number")
-    return int(text)
+def read(file: BinaryIO, kind: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Metadata and arrays of a file whose "format" is `kind`."""
+    fields, arrays = read_arrays(file, kind)
+    if digest(fields, typed(arrays)) != fields.get("sha256"):
+        corrupt("its content does not match its sha256: it was changed or damaged")
+    return fields, arrays
+
+
+def read_arrays(file: BinaryIO, kind: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """The same of a file whose digest is for the caller to check."""
+    fields, tensors = read_header(file, lambda fields: _MOST_TENSORS)
+    if fields.get("format") != kind:
+        corrupt(f"it is a safetensors file, but not of {kind}")
+    arrays = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _TYPES.values():
+            corrupt(f"tensor {name[:40]!r} is of type {tensor.dtype}, which is none of {kind}")
+        try:
+            arrays[name] = np.empty(tensor.shape, TYPES[tensor.dtype])
+        except ValueError as error:  # of more axes than NumPy has, or so long beside one of 0
+            corrupt(f"tensor {name[:40]!r} has a shape that no array has: {error}", error)
+        read_into(file, tensor, arrays[name])
+    return fields, arrays
 
 
 def check_array(
-    path: str, arrays: Mapping[str, np.ndarray], name: str, dtype: Any, shape: tuple[int, ...]
+    arrays: Mapping[str, np.ndarray], name: str, dtype: Any, shape: tuple[int, ...]
 ) -> np.ndarray:
     """One of the arrays, which has to be there, of that type and shape."""
     array = arrays.get(name)
     if array is None:
-        corrupt(path, f"tensor {name} is missing")
+        corrupt(f"tensor {name} is missing")
     if array.dtype != dtype or array.shape != shape:
         corrupt(
-            path,
-            f"tensor {name} is {array.dtype} {array.shape} where {np.dtype(dtype)} {shape} belongs",
+            f"tensor {name} is {array.dtype} {array.shape} where {np.dtype(dtype)} {shape} belongs"
         )
     return array
 
 
-def corrupt(path: str, what: str, cause: Exception | None = None) -> NoReturn:
-    """CorruptFileError."""
-    raise CorruptFileError(f"{path}: {what}") from cause
-
-
-def _type_of(arrays: Mapping[str, np.ndarray]) -> Callable[[str], str]:
-    return lambda name: _TYPES[arrays[name].dtype.name]
+def check_numbers(name: str, array: np.ndarray, config: LayerConfig) -> None:
+    """Refuse numbers in a tensor PREFIX.NAME of a layer that its format cannot have made."""
+    if not array.size:
+        return
+    of_values = ".value" in name
+    form = config.value_format if of_values else config.key_format
+    if name.endswith("_codes") and form.kivi is not None:
+        fault = form.kivi.fault(array, config.value_head_dim if of_values else config.head_dim)
+    elif name.endswith("_codes"):
+        fault = form.fault_of_codes(array)
+    elif name.endswith("_scales"):
+        fault = form.fault_of_scales(array)
+    else:  # a key offset or a key scale
+        fault = FORMATS["float32"].fault_of_codes(array)
+        if fault is None and name.endswith(".key_scale") and not (array > 0).all():
+            fault = "a number that is not positive"
+    if fault is not None:
+        corrupt(f"tensor {name} holds {fault}")

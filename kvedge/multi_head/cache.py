@@ -381,7 +381,7 @@ class MultiHeadKvCache:
         return self._kv_config, self.num_heads, self._num_query_heads, tokens
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cache to a file, safetensors: all of it or nothing; needs ``kvedge[io]``."""
+        """Write the cache to a file, safetensors: all of it or nothing."""
         check_target(path)
         file.save(self._state(), path)
 
@@ -393,7 +393,7 @@ class MultiHeadKvCache:
         ------
         CorruptFileError
             The file is damaged, or none of a MultiHeadKvCache.
-        OSError, MissingExtraError, OutOfMemoryError
+        OSError, OutOfMemoryError
         """
         return _restored(*file.load(path))
 

@@ -549,7 +549,7 @@ class PagedKvCache:
         """Write all sequences and the pool's known prefixes to a file: all of it or nothing.
 
         What sequences share is there once. Sequences of other caches over the pool, snapshots and
-        blocks that :meth:`KvBlockPool.allocate` gave are not saved. Needs ``kvedge[io]``.
+        blocks that :meth:`KvBlockPool.allocate` gave are not saved.
 
         Parameters
         ----------
@@ -559,7 +559,7 @@ class PagedKvCache:
         ------
         LayersOutOfStepError
             Some layer of a sequence has pending tokens.
-        OSError, MissingExtraError
+        OSError
         """
         check_target(path)
         sequences = self._state.sequences
@@ -589,7 +589,7 @@ class PagedKvCache:
             The file is damaged, or none of a paged cache.
         InvalidArgumentError
             num_blocks are too few.
-        OSError, MissingExtraError, OutOfMemoryError
+        OSError, OutOfMemoryError
         """
         number = None if num_blocks is None else checks.as_int(num_blocks, "num_blocks")
         pool, sequences = file.load(path, number)
@@ -601,7 +601,7 @@ class PagedKvCache:
     def swap_out(self, seq: int, path: str | os.PathLike[str]) -> None:
         """Write one sequence to a file and drop it, which gives its blocks back.
 
-        The file is one of :meth:`kvedge.KVCache.save`. Needs ``kvedge[io]``.
+        The file is one of :meth:`kvedge.KVCache.save`.
 
         Parameters
         ----------
@@ -613,7 +613,7 @@ class PagedKvCache:
         UnknownSequenceError
         LayersOutOfStepError
             Some layer has pending tokens.
-        OSError, MissingExtraError, OutOfMemoryError
+        OSError, OutOfMemoryError
             The sequence is still there, and so is what was at `path`.
         """
         check_target(path)
@@ -651,7 +651,7 @@ class PagedKvCache:
             A cache that the pool does not take, or no token ids of its.
         CapacityExceededError
             The pool has too few free blocks.
-        OSError, MissingExtraError, OutOfMemoryError
+        OSError, OutOfMemoryError
         """
         cache = registry.active("KVCache").load(path, mmap=True)
         ids = None if token_ids is None else as_token_ids(token_ids)

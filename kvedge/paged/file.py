@@ -35,14 +35,13 @@ from typing import Any
 import numpy as np
 
 from kvedge.core import memory
-from kvedge.core.config import LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
-from kvedge.files import tensors as tensor_file
+from kvedge.files.header import corrupt, number_of, opened
 from kvedge.files.session import HADAMARD
-from kvedge.files.tensors import corrupt, number
+from kvedge.files.tensors import check_array, check_numbers, read, write
 from kvedge.layer.parts import runs_end
 from kvedge.paged.parts import TOKENS, PartBlocks
 from kvedge.paged.pool import KvBlockPool, state_of
@@ -130,7 +129,7 @@ def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.Pat
     if namespaces:
         fields["format_version"] += _NAMESPACES
         fields["prefix_namespaces"] = json.dumps(namespaces)
-    tensor_file.write(path, fields, tensors)
+    write(path, fields, tensors)
 
 
 def _use(used: np.ndarray, table: np.ndarray, stop: int, block_size: int) -> None:
@@ -207,233 +206,222 @@ def load(
     path: str | os.PathLike[str], num_blocks: int | None = None
 ) -> tuple[KvBlockPool, list[SequenceState]]:
     """A new pool, and the sequences in it, each of which holds its blocks."""
-    path, fields, arrays = tensor_file.read(path, _FORMAT)
-    version, in_runs = fields.get("format_version"), _is_in_runs(fields)
-    if version is not None and version.endswith(_NAMESPACES):
-        version = version.removesuffix(_NAMESPACES)
-    readable = (_VERSION_OF_RUNS,) if in_runs else (_VERSION, _VERSION_WITH_PARTS)
+    with opened(path) as file:
+        return _read(*read(file, _FORMAT), num_blocks)
+
+
+def _read(
+    fields: Mapping[str, str], arrays: Mapping[str, np.ndarray], num_blocks: int | None
+) -> tuple[KvBlockPool, list[SequenceState]]:
+    blocks = number_of(fields, "blocks")
+    pool = _empty_pool(fields, arrays, blocks, num_blocks)
+    state = state_of(pool)
+    layers = [
+        _layer(arrays, f"layers.{i}", store, blocks, pool.block_size)
+        for i, store in enumerate(state.stores)
+    ]
+    lengths = _row(arrays, "lengths", np.int64)
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= blocks * pool.block_size:
+        corrupt("its lengths are not those of sequences in its blocks")
+    tables, depth, counts = _tables(arrays, "tables", lengths, pool.block_size, blocks, 0)
+    parts: list[SequenceParts | None] = [None] * len(tables)
+    if state.parts is not None:
+        parts = [*_load_parts(fields, arrays, state.parts, lengths)]
+    _add_prefixes(fields, arrays, state, depth)
+    known = {block for block, _, _ in state.blocks.prefixes.nodes()}
+    idle = _row(arrays, "idle", np.int32).tolist()
+    unheld = {block for block in range(blocks) if not counts[block]}
+    if set(idle) != unheld or len(idle) != len(unheld) or not unheld <= known:
+        corrupt("its idle blocks are not those that only prefixes have")
+    state.blocks.restore(counts)
+    state.blocks.set_idle(idle)
+    whole = np.arange(blocks, dtype=np.int32)
+    for store, slabs in zip(state.stores, layers, strict=True):
+        store.scatter(whole, pool.block_size, slabs)
+    return pool, [
+        SequenceState(pool.num_layers, table, length, own)
+        for table, length, own in zip(tables, lengths.tolist(), parts, strict=True)
+    ]
+
+
+def _empty_pool(
+    fields: Mapping[str, str],
+    arrays: Mapping[str, np.ndarray],
+    blocks: int,
+    num_blocks: int | None,
+) -> KvBlockPool:
+    """The pool that a file describes, of as many blocks as it had or as are asked for."""
+    version = fields.get("format_version", "").removesuffix(_NAMESPACES)
+    readable = (_VERSION_OF_RUNS,) if _is_in_runs(fields) else (_VERSION, _VERSION_WITH_PARTS)
     if version not in readable:
-        corrupt(path, f"its format_version is {version!r}, not {' or '.join(map(repr, readable))}")
+        corrupt(f"its format_version is {version!r}, not {' or '.join(map(repr, readable))}")
     has_parts = version != _VERSION
-    given: dict[str, Any] = {name: number(path, fields, name) for name in _NUMBERS}
-    blocks = number(path, fields, "blocks")
-    if not blocks <= given["num_blocks"]:
-        corrupt(path, f"it has {blocks} blocks of a pool of {given['num_blocks']}")
+    options: dict[str, Any] = {name: number_of(fields, name) for name in _NUMBERS}
+    if blocks > options["num_blocks"]:
+        corrupt(f"it has {blocks} blocks of a pool of {options['num_blocks']}")
     if num_blocks is not None:
         if num_blocks < blocks:
             raise InvalidArgumentError(f"num_blocks must be at least {blocks}, not {num_blocks}")
-        given["num_blocks"] = num_blocks
-    options: dict[str, Any] = {
-        "dtype": fields.get("dtype"),
-        "value_dtype": fields.get("value_dtype"),
-        "scale_dtype": fields.get("scale_dtype"),
-        "value_rotation": "value_rotation" in fields,
-    }
+        options["num_blocks"] = num_blocks
+    names = ("dtype", "value_dtype", "scale_dtype")
+    options |= {name: fields.get(name) for name in names}
     if fields.get("value_rotation", HADAMARD) != HADAMARD:
-        corrupt(path, f"its value_rotation is {fields['value_rotation'][:40]!r}")
-    group_size = number(path, fields, "group_size")
-    names = (fields.get("dtype"), fields.get("value_dtype"))
-    if any(FORMATS[name].has_scales for name in names if name in FORMATS):
+        corrupt(f"its value_rotation is {fields['value_rotation'][:40]!r}, not {HADAMARD!r}")
+    options["value_rotation"] = "value_rotation" in fields
+    group_size = number_of(fields, "group_size")
+    if any(FORMATS[fields[name]].has_scales for name in names[:2] if fields.get(name) in FORMATS):
         options["group_size"] = group_size
+    num_layers = options["num_layers"]
     is_scaled = "layers.0.key_scale" in arrays
-    expected = 6 + (5 if is_scaled else 4) * given["num_layers"]
+    expected = 6 + (5 if is_scaled else 4) * num_layers
     if has_parts:
-        expected += 3 + 4 * given["num_layers"]
-        options |= {name: number(path, fields, name) for name in ("recent", "sinks")}
-        options["num_recent_blocks"] = number(path, fields, "num_recent_blocks")
+        expected += 3 + 4 * num_layers
+        numbers = ("recent", "sinks", "num_recent_blocks")
+        options |= {name: number_of(fields, name) for name in numbers}
         options["recent_dtype"] = fields.get("recent_dtype")
     if len(arrays) != expected:
-        corrupt(path, f"it has {len(arrays)} tensors where {expected} belong")
+        corrupt(f"it has {len(arrays)} tensors where {expected} belong")
     if is_scaled:
-        shape = (given["num_kv_heads"], given["head_dim"])
+        shape = (options["num_kv_heads"], options["head_dim"])
+        scales = [f"layers.{i}.key_scale" for i in range(num_layers)]
         options["key_scale"] = np.stack(
-            [
-                tensor_file.check_array(path, arrays, f"layers.{i}.key_scale", np.float32, shape)
-                for i in range(given["num_layers"])
-            ]
+            [check_array(arrays, name, np.float32, shape) for name in scales]
         )
     try:
-        pool = KvBlockPool(**given, **options)
+        pool = KvBlockPool(**options)
     except MemoryError:
         raise
     except KvedgeError as error:
-        corrupt(path, f"its metadata makes no pool: {error}", error)
-    state = state_of(pool)
-    if (state.parts is not None) != has_parts:
-        corrupt(path, f"its format_version is {version!r}, which is not that of its options")
-    layers = [
-        _layer(path, arrays, f"layers.{i}", store, blocks, pool.block_size)
-        for i, store in enumerate(state.stores)
-    ]
-    sequences, depth, counts = _sequences(path, arrays, blocks, pool.block_size)
-    parts: list[SequenceParts | None] = [None] * len(sequences)
-    if state.parts is not None:
-        parts = [*_load_parts(path, fields, arrays, state.parts, [n for _, n in sequences])]
-    _add_prefixes(path, fields, arrays, state, depth)
-    known = {block for block, _, _ in state.blocks.prefixes.nodes()}
-    idle = tensor_file.check_array(path, arrays, "idle", np.int32, arrays["idle"].shape).tolist()
-    unheld = {block for block in range(blocks) if not counts[block]}
-    if set(idle) != unheld or len(idle) != len(unheld) or not unheld <= known:
-        corrupt(path, "its idle blocks are not those that only prefixes have")
-    state.blocks.restore(counts)
-    state.blocks.set_idle(idle)
-    table = np.arange(blocks, dtype=np.int32)
-    for store, slabs in zip(state.stores, layers, strict=True):
-        store.scatter(table, pool.block_size, slabs)
-    return pool, [
-        SequenceState(pool.num_layers, table, length, own)
-        for (table, length), own in zip(sequences, parts, strict=True)
-    ]
+        corrupt(f"its metadata makes no pool: {error}", error)
+    if (state_of(pool).parts is not None) != has_parts:
+        corrupt(f"its format_version is {version!r}, which is not that of its options")
+    return pool
 
 
 def _load_parts(
-    path: str,
-    fields: dict[str, str],
-    arrays: dict[str, np.ndarray],
+    fields: Mapping[str, str],
+    arrays: Mapping[str, np.ndarray],
     parts: PartBlocks,
-    lengths: Sequence[int],
+    lengths: np.ndarray,
 ) -> list[SequenceParts]:
     """The first and last tokens of sequences of these lengths, in blocks of an unused pool."""
-    blocks = number(path, fields, "recent_blocks")
+    blocks = number_of(fields, "recent_blocks")
     if blocks > parts.blocks.num_blocks:
-        corrupt(path, f"it has {blocks} blocks of last tokens of {parts.blocks.num_blocks}")
+        corrupt(f"it has {blocks} blocks of last tokens of {parts.blocks.num_blocks}")
     layers = [
-        _layer(path, arrays, f"recent.{i}", store, blocks, TOKENS)
-        for i, store in enumerate(parts.stores)
+        _layer(arrays, f"recent.{i}", store, blocks, TOKENS) for i, store in enumerate(parts.stores)
     ]
     shape = (len(lengths), len(parts.stores))
-    since = tensor_file.check_array(path, arrays, "since", np.int64, shape)
-    first = tensor_file.check_array(path, arrays, "first", np.int64, shape[:1])
-    ends = np.cumsum([-(-length // TOKENS) for length in lengths], dtype=np.int64).tolist()
-    tables = tensor_file.check_array(
-        path, arrays, "recent_tables", np.int32, (ends[-1] if ends else 0,)
-    )
-    if tables.size and not (tables.min() >= -1 and tables.max() < blocks):
-        corrupt(path, "its tables name blocks of last tokens that it has not")
-    place = np.full(blocks, -1, np.int64)
-    counts = np.zeros(blocks, np.int32)
-    made = []
-    for i, length in enumerate(lengths):
-        table = tables[ends[i] - -(-length // TOKENS) : ends[i]].copy()
-        at = np.flatnonzero(table >= 0)
-        there = place[table[at]]
-        if len(np.unique(table[at])) < len(at) or ((there >= 0) & (there != at)).any():
-            corrupt(path, "its tables have a block of last tokens twice, or at two places")
-        place[table[at]] = at
-        counts[table[at]] += 1
-        begin, sinks = since[i].tolist(), int(first[i])
+    since = check_array(arrays, "since", np.int64, shape).tolist()
+    first = check_array(arrays, "first", np.int64, shape[:1]).tolist()
+    tables, _, counts = _tables(arrays, "recent_tables", lengths, TOKENS, blocks, -1)
+    loaded = []
+    for table, length, begin, sinks in zip(tables, lengths.tolist(), since, first, strict=True):
         wanted = np.zeros(len(table), bool)
         wanted[: -(-min(sinks, length) // TOKENS)] = True
         wanted[min(begin, default=length) // TOKENS :] |= min(begin, default=length) < length
         in_range = all(0 <= one <= length for one in begin)
         if not in_range or sinks not in (0, parts.whole.sinks) or (wanted & (table < 0)).any():
-            corrupt(path, "it lacks last or first tokens that its sequences have")
-        made.append(SequenceParts(table, begin, begin, sinks))
+            corrupt("it lacks last or first tokens that its sequences have")
+        loaded.append(SequenceParts(table, begin, begin, sinks))
     if (counts == 0).any():
-        corrupt(path, "it has blocks of last tokens that no sequence has")
+        corrupt("it has blocks of last tokens that no sequence has")
     parts.blocks.restore(counts)
     whole = np.arange(blocks, dtype=np.int32)
     for store, slabs in zip(parts.stores, layers, strict=True):
         store.scatter(whole, TOKENS, slabs)
-    return made
+    return loaded
 
 
 def _layer(
-    path: str,
-    arrays: dict[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     prefix: str,
     store: BlockStoreMethods,
     blocks: int,
     block_size: int,
 ) -> list[np.ndarray]:
-    config: LayerConfig = store.config
+    """The slabs of a layer, once they are checked."""
+    config = store.config
     slabs = []
     layout, of_rows = memory.slab_layout(config), memory.tokens_per_rows(config)
     for name, n, (shape, dtype) in zip(Slabs._fields, of_rows, layout, strict=True):
         full = f"{prefix}.{name}"
-        wanted = (blocks * block_size // n, *shape[1:])
-        array = tensor_file.check_array(path, arrays, full, dtype, wanted)
-        is_value = name.startswith("value")
-        form = config.value_format if is_value else config.key_format
-        dim = config.value_head_dim if is_value else config.head_dim
-        if not array.size:
-            fault = None
-        elif name.endswith("scales"):
-            fault = form.fault_of_scales(array)
-        else:
-            fault = form.kivi.fault(array, dim) if form.kivi else form.fault_of_codes(array)
-        if fault is not None:
-            corrupt(path, f"tensor {full} holds {fault}")
+        array = check_array(arrays, full, dtype, (blocks * block_size // n, *shape[1:]))
+        check_numbers(full, array, config)
         slabs.append(array)
     return slabs
 
 
-def _sequences(
-    path: str, arrays: dict[str, np.ndarray], blocks: int, block_size: int
-) -> tuple[list[tuple[np.ndarray, int]], np.ndarray, np.ndarray]:
-    """The sequences; of each block its place in tables (-1: in none), and how many have it."""
-    for name in ("lengths", "tables", "prefix_blocks", "prefix_parents", "idle"):
-        if name not in arrays or arrays[name].ndim != 1:
-            corrupt(path, f"tensor {name} is missing, or not of one dimension")
-    lengths = tensor_file.check_array(path, arrays, "lengths", np.int64, arrays["lengths"].shape)
-    if lengths.size and not (lengths.min() >= 0 and lengths.max() <= blocks * block_size):
-        corrupt(path, "its lengths are not those of sequences in its blocks")
-    ends = np.cumsum(-(-lengths // block_size), dtype=np.int64)
-    starts = [0, *ends.tolist()]
-    shape = (int(ends[-1]) if len(ends) else 0,)
-    tables = tensor_file.check_array(path, arrays, "tables", np.int32, shape)
-    if tables.size and not (tables.min() >= 0 and tables.max() < blocks):
-        corrupt(path, "its tables name blocks that it has not")
+def _row(arrays: Mapping[str, np.ndarray], name: str, dtype: Any) -> np.ndarray:
+    """An array of one dimension."""
+    return check_array(arrays, name, dtype, (arrays[name].size if name in arrays else 0,))
+
+
+def _tables(
+    arrays: Mapping[str, np.ndarray],
+    name: str,
+    lengths: np.ndarray,
+    block_size: int,
+    blocks: int,
+    least: int,
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """The blocks of sequences of these lengths, from `least` on, -1 for none.
+
+    And of each block its place in the tables, -1: in none, and how many have it.
+    """
+    sizes = -(-lengths // block_size)
+    whole = check_array(arrays, name, np.int32, (int(sizes.sum()),))
+    if whole.size and not least <= whole.min() <= whole.max() < blocks:
+        corrupt(f"its {name} name blocks that it has not")
     depth = np.full(blocks, -1, np.int64)
     counts = np.zeros(blocks, np.int32)
-    sequences = []
-    for start, end, length in zip(starts, ends.tolist(), lengths.tolist(), strict=False):
-        table = tables[start:end].copy()
-        there = depth[table]
-        place = np.arange(len(table))
-        if len(np.unique(table)) < len(table) or ((there >= 0) & (there != place)).any():
-            corrupt(path, "its tables have a block twice, or at two places")
-        depth[table] = place
-        counts[table] += 1
-        sequences.append((table, length))
-    return sequences, depth, counts
+    tables = []
+    for end, size in zip(np.cumsum(sizes).tolist(), sizes.tolist(), strict=True):
+        table = whole[end - size : end].copy()
+        places = np.flatnonzero(table >= 0)
+        there = depth[table[places]]
+        is_elsewhere = (there >= 0) & (there != places)
+        if len(np.unique(table[places])) < len(places) or is_elsewhere.any():
+            corrupt(f"its {name} have a block twice, or at two places")
+        depth[table[places]] = places
+        counts[table[places]] += 1
+        tables.append(table)
+    return tables, depth, counts
 
 
 def _add_prefixes(
-    path: str,
     fields: Mapping[str, str],
-    arrays: dict[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     pool: PoolState,
     depth: np.ndarray,
 ) -> None:
     """Make the prefixes known again."""
-    known, blocks = arrays["prefix_blocks"].shape, len(depth)
-    listed = tensor_file.check_array(path, arrays, "prefix_blocks", np.int32, known)
-    parents = tensor_file.check_array(path, arrays, "prefix_parents", np.int32, known)
-    shape = (*known, pool.block_size)
-    ids = tensor_file.check_array(path, arrays, "prefix_ids", np.int64, shape)
+    blocks = len(depth)
+    listed = _row(arrays, "prefix_blocks", np.int32)
+    parents = check_array(arrays, "prefix_parents", np.int32, listed.shape)
+    ids = check_array(arrays, "prefix_ids", np.int64, (len(listed), pool.block_size))
     places: dict[int, int] = {-1: -1}
-    namespaces = _namespaces(path, fields)
+    namespaces = _namespaces(fields)
     for block, parent, of_block in zip(listed.tolist(), parents.tolist(), ids, strict=True):
         if not 0 <= block < blocks or block in places or parent not in places:
-            corrupt(path, "its prefixes are no tree of its blocks")
+            corrupt("its prefixes are no tree of its blocks")
         places[block] = places[parent] + 1
         if depth[block] not in (-1, places[block]):
-            corrupt(path, "a prefix has a block elsewhere than its sequences do")
+            corrupt("a prefix has a block elsewhere than its sequences do")
         space = namespaces.pop(str(block), b"")
         if space and parent >= 0:
-            corrupt(path, "a namespace does not stand at the beginning of a prefix")
+            corrupt("a namespace does not stand at the beginning of a prefix")
         if not pool.blocks.prefixes.add_block(parent, space + of_block.tobytes(), block):
-            corrupt(path, "two of its prefixes are the same")
+            corrupt("two of its prefixes are the same")
     if namespaces:
-        corrupt(path, "it has namespaces of prefixes that are not there")
+        corrupt("it has namespaces of prefixes that are not there")
 
 
-def _namespaces(path: str, fields: Mapping[str, str]) -> dict[str, bytes]:
+def _namespaces(fields: Mapping[str, str]) -> dict[str, bytes]:
     """What stands before the ids of first blocks, by the block's number as text."""
     text = fields.get("prefix_namespaces", "{}")
     try:
         read = json.loads(text)
         return {block: as_namespace(space) for block, space in read.items()}
     except (ValueError, AttributeError, RecursionError) as error:  # InvalidArgumentError is one
-        corrupt(path, f"its prefix_namespaces are no texts by blocks: {error}")
+        corrupt(f"its prefix_namespaces are no texts by blocks: {error}")

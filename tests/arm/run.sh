@@ -42,9 +42,6 @@ armpy() { (cd "$copy" && PYTHONPATH=$copy "$env/armpy" "$@"); }
 
 there=$env/sessions-there here=$env/sessions-here
 mkdir -p "$there" "$here"
-armio() { (cd "$copy" && PYTHONPATH=$copy:$env/io "$env/armpy" "$@"); }
-[ -d "$env/io" ] || "$python" -m pip install -q --no-compile --no-deps --target "$env/io" --only-binary=:all: \
-  --platform manylinux2014_aarch64 --python-version 311 --implementation cp safetensors
 PYTHONPATH=$root "$python" "$root/tests/arm/stored_bytes.py" > "$env/stored-here.txt"
 PYTHONPATH=$root "$python" "$root/tests/arm/next_tokens.py" save "$here" > "$env/tokens-here.txt"
 
@@ -69,8 +66,8 @@ for cpu in "$@"; do
   echo "the same in $(wc -l < "$env/stored-arm.txt") cases"
 
   echo "== sessions with states, from there to here and from here to there"
-  armio tests/arm/next_tokens.py go "$here" | diff "$env/tokens-here.txt" -
-  armio tests/arm/next_tokens.py save "$there" > "$env/tokens-there.txt"
+  armpy tests/arm/next_tokens.py go "$here" | diff "$env/tokens-here.txt" -
+  armpy tests/arm/next_tokens.py save "$there" > "$env/tokens-there.txt"
   PYTHONPATH=$root "$python" "$root/tests/arm/next_tokens.py" go "$there" | diff "$env/tokens-there.txt" -
   echo "the same tokens after $(wc -l < "$env/tokens-here.txt") sessions"
 

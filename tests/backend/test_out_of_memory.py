@@ -87,7 +87,6 @@ SCRIPT = """
 @pytest.mark.subprocess
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits as Linux has them")
 def test_without_memory_every_call_raises_kvedges_error_and_changes_nothing(tmp_path):
-    pytest.importorskip("safetensors")
     script = f"CALLS = {CALLS!r}\n" + textwrap.dedent(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "session")],

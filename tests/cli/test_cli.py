@@ -95,7 +95,7 @@ def test_debug_shows_the_traceback_as_well(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (kvedge.MissingExtraError("pip install 'kvedge[io]'"), exits.UNAVAILABLE),
+        (kvedge.MissingExtraError("pip install 'kvedge[gguf]'"), exits.UNAVAILABLE),
         (kvedge.BackendUnavailableError("no native"), exits.UNAVAILABLE),
         (kvedge.UnsupportedIsaError("no avx2"), exits.UNAVAILABLE),
         (kvedge.CorruptFileError("x: cut\nshort"), exits.FAILED),

@@ -161,7 +161,6 @@ def chat(monkeypatch, capsys, lines, *arguments, code=exits.OK):
 
 
 def test_lines_are_turns_and_commands(template, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("safetensors")
     file = tmp_path / "talk.kv"
     lines = [
         *("Once upon a time", "/undo", "/undo", "Tom had a", f"/save {file}", "/clear"),
@@ -177,7 +176,6 @@ def test_lines_are_turns_and_commands(template, tmp_path, monkeypatch, capsys):
 
 
 def test_a_saved_conversation_goes_on(template, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("safetensors")
     file, arguments = tmp_path / "talk.kv", ("--chat-template", template, "-n", 6)
     whole = chat(monkeypatch, capsys, ["Once upon a time", " Then Tom"], *arguments).out
     first = chat(monkeypatch, capsys, ["Once upon a time"], *arguments, "--save-session", file).out
@@ -189,7 +187,6 @@ def test_a_saved_conversation_goes_on(template, tmp_path, monkeypatch, capsys):
 
 
 def test_a_session_that_is_no_chat_is_told(template, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("safetensors")
     file = tmp_path / "s.kv"
     assert main(["generate", "-n", "2", "--save-session", str(file)]) == exits.OK
     done = chat(monkeypatch, capsys, [f"/load {file}"], "--chat-template", template)
@@ -312,7 +309,6 @@ def test_a_byte_order_mark_before_a_chat_is_no_text(template, monkeypatch, capsy
 
 @pytest.mark.subprocess
 def test_bytes_that_are_not_utf8_are_replaced_and_said(template, tmp_path):
-    pytest.importorskip("safetensors")
     file = tmp_path / "talk.kv"
     done = subprocess.run(
         [*_COMMAND, str(template), "-n", "4", "--save-session", str(file)],
@@ -332,7 +328,6 @@ def test_bytes_that_are_not_utf8_are_replaced_and_said(template, tmp_path):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("when", ["at the prompt", "in an answer"])
 def test_signals_that_end_a_chat_leave_its_session(name, when, template, tmp_path):
-    pytest.importorskip("safetensors")
     file, number = tmp_path / "talk.kv", getattr(signal, name)
     forever = ["-n", "-1", "--on-full", "shift", "--logit-bias", "1-inf", "--logit-bias", "2-inf"]
     child = subprocess.Popen(
@@ -356,7 +351,6 @@ def test_signals_that_end_a_chat_leave_its_session(name, when, template, tmp_pat
 
 
 def test_an_error_in_a_chat_leaves_its_session(template, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("safetensors")
     file = tmp_path / "talk.kv"
 
     def fails(self):

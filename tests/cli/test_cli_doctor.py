@@ -35,7 +35,6 @@ def results(capsys, code):
 
 
 def test_everything_works_here(this_path_alone, capsys):
-    pytest.importorskip("safetensors")
     report, checks = results(capsys, exits.OK)
     assert report["passed"] and report["version"] == kvedge.__version__ and report["machine"]
     assert set(checks) == {
@@ -102,7 +101,6 @@ def test_an_error_is_a_failure_with_its_name(one_shape, capsys, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(kvedge.KVCache, "save", fails)
-    pytest.importorskip("safetensors")
     _, checks = results(capsys, exits.FAILED)
     assert checks["save and load"]["detail"] == "OSError: disk full"
 

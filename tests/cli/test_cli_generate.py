@@ -231,7 +231,6 @@ def test_a_damaged_model_is_a_clear_error(tmp_path, capsys):
 
 @pytest.fixture
 def session(tmp_path):
-    pytest.importorskip("safetensors")
     return tmp_path / "session.kv"
 
 
@@ -359,7 +358,6 @@ def test_options_that_contradict_the_session_are_refused(option, session, capsys
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_where_a_session_cannot_be_saved_is_told_before_the_work(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("safetensors")
     monkeypatch.setattr(LlamaModel, "forward", None)  # any work would fail
     assert "no folder" in _fails(capsys, "--save-session", tmp_path / "none" / "s.kv")
     assert "it is a folder" in _fails(capsys, "--save-session", tmp_path)
@@ -367,12 +365,6 @@ def test_where_a_session_cannot_be_saved_is_told_before_the_work(tmp_path, capsy
     for flag in ("--save-session", "--prompt-cache"):
         assert "it is a pipe" in _fails(capsys, flag, tmp_path / "pipe")
     assert os.listdir(tmp_path) == ["pipe"]
-
-
-def test_without_safetensors_the_extra_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    error = _fails(capsys, "--save-session", tmp_path / "s.kv", code=exits.UNAVAILABLE)
-    assert "pip install 'kvedge[io]'" in error
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode")

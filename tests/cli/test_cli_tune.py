@@ -62,7 +62,6 @@ def test_eval_takes_a_policy(policy, capsys):
 
 def test_generate_takes_a_policy_and_a_session_goes_on_with_it(policy, tmp_path, capsys):
     session = str(tmp_path / "s.kv")
-    pytest.importorskip("safetensors")
     whole = ["generate", "--json", "-n", "40", "--cache", str(policy)]
     assert main(whole) == exits.OK
     text = json.loads(capsys.readouterr().out)["text"]

@@ -54,7 +54,6 @@ def test_a_template_cannot_speak_to_the_terminal(tmp_path, capsys):
 
 
 def test_a_session_cannot_speak_to_the_terminal(tmp_path, capsys):
-    pytest.importorskip("safetensors")
     import kvedge
 
     cache = kvedge.KVCache(num_layers=1, num_kv_heads=1, head_dim=16)

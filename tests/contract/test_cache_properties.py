@@ -449,7 +449,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(mmap=st.booleans())
     def go_on_with_a_saved_file(self, mmap):
-        pytest.importorskip("safetensors")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "session")
             if not self.in_step():

@@ -409,7 +409,6 @@ def written(cache):
 
 
 def check_snapshots_of(cache, rng, width=D):
-    pytest.importorskip("safetensors")
     kv = normal(rng, L, 39, H, D), normal(rng, L, 39, H, width)
     for i in range(L):
         cache.append(i, kv[0][i], kv[1][i])
@@ -469,7 +468,6 @@ def test_a_stale_snapshot_tells_and_writes_nothing(cache, rng):
 
 
 def test_bytes_of_a_snapshot_are_those_of_the_file(cache, rng, tmp_path):
-    pytest.importorskip("safetensors")
     step(cache, rng, 5)
     cache.save(tmp_path / "file", metadata={})
     data = (tmp_path / "file").read_bytes()

@@ -308,7 +308,6 @@ def test_a_cache_takes_over_layers(dtype, rng, tmp_path):
     for i, layer in enumerate(layers):
         cache.append(i, *normal(rng, 2, 1, layer.num_kv_heads, layer.head_dim))
     cache.advance()
-    pytest.importorskip("safetensors")
     cache.save(tmp_path / "cache")
     loaded = KVCache.load(tmp_path / "cache")
     assert cache_content(loaded) == cache_content(cache)

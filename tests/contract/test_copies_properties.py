@@ -292,8 +292,6 @@ class CopiesMachine(RuleBasedStateMachine):
     def copied(self, way, goes_on):
         if way in OF_WHOLE and not self.is_whole:
             return
-        if way in OF_FILES:
-            pytest.importorskip("safetensors")
         made = WAYS[way](self.caches[0], self.made)
         self.caches = [*self.caches[:2], made][-3:]
         if goes_on:
@@ -334,7 +332,6 @@ TestCopies.settings = settings(
     ],
 )
 def test_a_copy_goes_back_and_on_as_its_original(dtype, parts, sizes, back):
-    pytest.importorskip("safetensors")
     made = {"num_layers": 1, "num_kv_heads": H, "head_dim": D, "dtype": dtype, **parts}
     if dtype != "kivi4":
         made["key_scale"] = "auto"

@@ -115,7 +115,6 @@ def test_positions_of_a_cache_end_at_max_seq_len_whatever_was_evicted(rng):
 @pytest.mark.parametrize("parts", PARTS, ids=["plain", "parts"])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "kivi4"])
 def test_a_file_holds_what_is_left(rng, tmp_path, dtype, parts):
-    pytest.importorskip("safetensors")
     cache = filled(rng, dtype, **parts)
     cache.evict(0, kept_rows(True))
     cache.save(tmp_path / "cache")
@@ -129,7 +128,6 @@ def test_a_file_holds_what_is_left(rng, tmp_path, dtype, parts):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loaded_cache_goes_on_evicting_the_same_tokens(rng, tmp_path, method):
-    pytest.importorskip("safetensors")
     policy = KvCachePolicy(eviction=method)
     cache = policy.new_cache(2, HEADS, DIM, window=[None, 16])
     keys, queries = rows(rng, 500), rows(rng, 500, 4)

@@ -52,7 +52,6 @@ def test_every_case_has_its_golden_file():
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_old_files_decode_to_the_same_bytes(name, expected, mmap):
-    pytest.importorskip("safetensors")
     cache = kvedge.KVCache.load(FIXTURES / f"{name}.safetensors", mmap=mmap)
     assert_holds(cache, expected)
     assert cache.metadata == make.METADATA
@@ -73,7 +72,6 @@ def test_the_same_rows_are_still_stored_as_the_same_bytes(name, expected):
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_states_are_stored_as_the_same_bytes_for_ever(tmp_path, mmap):
-    pytest.importorskip("safetensors")
     golden, cache = FIXTURES / "states" / "v3.safetensors", make.cache_of_states()
     cache.save(tmp_path / "now", metadata=make.METADATA)
     assert (tmp_path / "now").read_bytes() == golden.read_bytes()
@@ -88,7 +86,6 @@ def test_states_are_stored_as_the_same_bytes_for_ever(tmp_path, mmap):
 
 @pytest.mark.parametrize("capped", ["v1-int8", "v1-int8-capped"])
 def test_the_limit_of_a_capped_cache_is_kept(capped):
-    pytest.importorskip("safetensors")
     cache = kvedge.KVCache.load(FIXTURES / f"{capped}.safetensors")
     assert cache.max_seq_len == make.CASES[capped].get("max_seq_len")
 
@@ -96,7 +93,6 @@ def test_the_limit_of_a_capped_cache_is_kept(capped):
 @pytest.mark.parametrize("name", ["rows", "runs"])
 def test_last_tokens_of_earlier_versions_in_any_format_are_read_as_they_were(name):
     """In float32 now: `recent_dtype` was "int8", and may no longer be."""
-    pytest.importorskip("safetensors")
     path = FIXTURES / "recent" / f"int8-{name}.safetensors"
     with np.load(FIXTURES / "recent" / "int8.npz") as arrays:
         keys, values, pickled = arrays[f"{name}-k"], arrays[f"{name}-v"], arrays["pickle"]

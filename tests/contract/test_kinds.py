@@ -84,7 +84,6 @@ def restored(cache, snapshot, kind):
 
 
 def saved(cache, path, mmap):
-    pytest.importorskip("safetensors")
     cache.save(path)
     return KVCache.load(path, mmap=mmap)
 
@@ -183,7 +182,6 @@ def test_a_file_saved_again_is_the_same_file(kind, tmp_path, rng):
 
 @pytest.mark.parametrize("kind", OF_POOLS)
 def test_a_pool_holds_what_a_cache_does_and_is_saved(kind, tmp_path, rng):
-    pytest.importorskip("safetensors")
     cache = new_cache(kind)
     feed(cache, rng, 70)
     options = {name: value for name, value in KINDS[kind].items() if name != "max_seq_len"}

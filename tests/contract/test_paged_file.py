@@ -6,8 +6,8 @@ from fixtures import make_pools
 from support import normal
 
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
-from kvedge.files import tensors as tensor_file
-from kvedge.paged import file
+from kvedge.files.header import opened
+from kvedge.files.tensors import read, write
 
 L, H, D, BLOCK = 2, 2, 8, 4
 
@@ -136,12 +136,12 @@ def test_an_empty_cache_is_saved_and_loaded(dtype, tmp_path):
 
 def forged(path, **changes):
     """The file with some metadata or arrays replaced, and a digest that fits."""
-    _, fields, arrays = tensor_file.read(path, file._FORMAT)
-    fields.pop("sha256")
+    with opened(path) as saved:
+        fields, arrays = read(saved, "kvedge pool")
     for name, value in changes.items():
         (fields if isinstance(value, str) else arrays)[name] = value
     target = path.with_name("forged")
-    tensor_file.write(target, fields, arrays)
+    write(target, fields, arrays)
     return target
 
 

@@ -344,7 +344,6 @@ def test_a_namespace_shares_with_itself_alone(pool, cache, rng, tmp_path):
     for wrong in ("", b"a", 3):
         with pytest.raises(errors.InvalidArgumentError, match="namespace must be a text"):
             cache.match_prefix(ids, namespace=wrong)
-    pytest.importorskip("safetensors")
     cache.save(tmp_path / "pool")
     loaded = PagedKvCache.load(tmp_path / "pool")
     for namespace, n in ((None, 8), ("tenant a", 8), ("\ud800", 8), ("tenant c", 0)):

@@ -19,6 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import read_positions_beside, rows_of_positions
 
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
+from kvedge.files import tensors as tensor_file
+from kvedge.files.header import opened
 
 L, H, D, DRAFT = 2, 2, 24, 64
 KINDS = {
@@ -335,7 +337,6 @@ def test_a_prefix_that_is_found_is_read_as_the_pool_stores_it(options):
 @kinds
 @pytest.mark.parametrize("tokens", [1, 31, 32, 130, 352])
 def test_sequences_go_to_caches_and_files_and_back(tmp_path, options, tokens):
-    pytest.importorskip("safetensors")
     cache = new_cache(options)
     seq = sequence(cache, rows(22, tokens))
     before, own = bits(cache, seq), alone(rows(22, tokens), options)
@@ -358,7 +359,6 @@ def test_sequences_go_to_caches_and_files_and_back(tmp_path, options, tokens):
 
 
 def test_what_is_swapped_in_shares_a_known_prefix(tmp_path):
-    pytest.importorskip("safetensors")
     cache = new_cache(KINDS["kivi4"])
     seq = sequence(cache, rows(24, 150))
     cache.register(seq, range(150))
@@ -372,7 +372,6 @@ def test_what_is_swapped_in_shares_a_known_prefix(tmp_path):
 
 @kinds
 def test_the_file_of_a_whole_pool_holds_all(tmp_path, options):
-    pytest.importorskip("safetensors")
     cache = new_cache(options)
     seqs = [sequence(cache, rows(25 + n, n)) for n in (1, 33, 200, 70)]
     cache.new_sequence()
@@ -418,17 +417,13 @@ def test_the_file_of_a_whole_pool_holds_all(tmp_path, options):
     ],
 )
 def test_a_forged_file_of_a_pool_is_refused(tmp_path, name, change):
-    safetensors = pytest.importorskip("safetensors.numpy")
-    from safetensors import safe_open
-
     cache = new_cache(KINDS["kivi8 recent and sinks"])
     sequence(cache, rows(31, 200)), sequence(cache, rows(32, 40))
     cache.save(tmp_path / "pool")
-    with safe_open(tmp_path / "pool", "numpy") as file:
-        fields = file.metadata()
-        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118
-    tensors[name] = np.ascontiguousarray(change(tensors[name]))
-    safetensors.save_file(tensors, tmp_path / "forged", fields)
+    with opened(tmp_path / "pool") as file:
+        fields, arrays = tensor_file.read(file, "kvedge pool")
+    arrays[name] = change(arrays[name])
+    tensor_file.write(tmp_path / "forged", fields, arrays)
     with pytest.raises(errors.CorruptFileError):
         PagedKvCache.load(tmp_path / "forged")
 

@@ -314,7 +314,6 @@ def test_ranges_take_them_along():
 
 
 def test_layers_of_a_cache_may_differ(tmp_path):
-    pytest.importorskip("safetensors")
     layers = [
         {},
         {"recent": 0, "sinks": 0, "recent_dtype": None},

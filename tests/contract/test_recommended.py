@@ -48,7 +48,6 @@ def test_a_name_sets_what_is_not_given(given, stored, rng):
 
 @pytest.mark.parametrize("name", RECOMMENDED)
 def test_a_name_is_not_stored(name, rng, tmp_path):
-    pytest.importorskip("safetensors")
     rows = rng.standard_normal((L, 150, H, D)).astype(np.float32)
     files = []
     for at, given in enumerate(({"dtype": name}, RECOMMENDED[name])):

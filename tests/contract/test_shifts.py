@@ -130,7 +130,6 @@ def copied(cache, how, tmp_path_factory):
         cache.clear()
         cache.restore(mark)
         return cache
-    pytest.importorskip("safetensors")
     path = tmp_path_factory.mktemp("shifts") / "session"
     cache.save(path)
     return KVCache.load(path)
@@ -244,7 +243,6 @@ def test_rows_of_a_prompt_windows_masks_and_batches_see_turned_keys(dtype, rng):
 
 
 def test_a_shift_there_and_back_leaves_nothing(rng, tmp_path):
-    pytest.importorskip("safetensors")
     cache = KVCache(1, H, D)
     cache.append(0, *normal(rng, 2, 20, H, D))
     cache.advance(20)

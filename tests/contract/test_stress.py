@@ -465,7 +465,6 @@ def test_readers_see_a_prefix_while_layers_move_to_larger_slabs(dtype, monkeypat
 
 
 def test_a_saved_cache_is_a_prefix_beside_a_writer(dtype, tmp_path):
-    pytest.importorskip("safetensors")
     names = iter(range(10**6))
 
     def save(cache, told, rng):

@@ -114,7 +114,6 @@ def test_a_snapshot_of_rotated_values_is_for_caches_that_rotate():
 
 
 def test_a_file_of_an_unknown_rotation_is_refused(tmp_path):
-    pytest.importorskip("safetensors")
     new_cache(48, {}, *rows(3, 48)).save(tmp_path / "cache")
     data = (tmp_path / "cache").read_bytes()
     (tmp_path / "cache").write_bytes(data.replace(b'"hadamard"', b'"hadamord"'))

@@ -18,7 +18,6 @@ from kvedge.cache.cache import state_of
 from kvedge.distributed import Placement, ShardedKVCache
 from kvedge.distributed.files import MANIFEST
 
-pytest.importorskip("safetensors")
 HEADS, DIM = 2, 12
 
 

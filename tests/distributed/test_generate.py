@@ -59,7 +59,6 @@ def test_ranks_write_the_text_of_one_process(capsys, ranks, flags):
 
 
 def test_a_session_of_three_processes_goes_on_with_two_and_with_one(capsys, tmp_path):
-    pytest.importorskip("safetensors")
     whole = json.loads(one_process(capsys, *START, "--tokens", "60", "--json"))
     session = str(tmp_path / "session")
     first = torchrun(3, *START, "--tokens", "20", "--save-session", session, "--block-size", "8")

@@ -28,7 +28,6 @@ def test_any_trace_over_processes_is_that_of_one_cache(pool, trace):
 
 @pytest.mark.parametrize(("ranks", "others"), [(3, 2), (2, 4), (4, 1)])
 def test_what_some_processes_saved_others_go_on_with(pool, tmp_path, ranks, others):
-    pytest.importorskip("safetensors")
     whole = KVCache(gloo_work.LAYERS, gloo_work.HEADS, gloo_work.DIM)
     gloo_work.feed(whole, 1, 100)
     expected = gloo_work.decode(whole, 2, 5)
@@ -41,7 +40,6 @@ def test_what_some_processes_saved_others_go_on_with(pool, tmp_path, ranks, othe
 
 
 def test_the_same_number_of_ranks_gives_the_same_bits(pool, tmp_path):
-    pytest.importorskip("safetensors")
     first = pool.run(3, gloo_work.save_and_decode, tmp_path)
     again = pool.run(3, gloo_work.save_and_decode, tmp_path)
     assert len({out.tobytes() for out in first + again}) == 1

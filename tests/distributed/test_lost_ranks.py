@@ -15,7 +15,6 @@ from gloo_pool import free_port
 from kvedge import KVCache
 
 pytest.importorskip("torch")
-pytest.importorskip("safetensors")
 pytestmark = [pytest.mark.extras, pytest.mark.subprocess]
 
 HELPERS = Path(gloo_work.__file__).parent

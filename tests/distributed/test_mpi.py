@@ -29,7 +29,6 @@ def mpiexec():
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_of_mpi_give_what_one_cache_gives(tmp_path, ranks):
-    pytest.importorskip("safetensors")
     launcher, libraries = mpiexec()
     process = subprocess.run(
         [launcher, "-n", str(ranks), sys.executable, HELPERS / "mpi_ranks.py", tmp_path / "saved"],

@@ -33,14 +33,14 @@ with instrumented():
     import kvedge
     from kvedge.cache.cache import state_of
     from kvedge.core.storage import PART_OPTIONS
-    from kvedge.files import session
+    from kvedge.files import header, session
 
 CALLS, KILOBYTES = 1_000_000, 500 << 10
 NUMPY = {
     "I8": np.int8, "F16": np.float16, "F32": np.float32, "U8": np.uint8, "BF16": np.uint16,
 }  # fmt: skip
 STATES = ("states.0.a", "states.2.a", "states.3.b", "states.3.b c", "states.4095.a", "states.0.")
-FIELDS = (*session.FIELDS, *PART_OPTIONS, session.KEY_SCALE, session.VALUE_DTYPE)
+FIELDS = (*session.FIELDS, *PART_OPTIONS, "key_scale", "value_dtype")
 FIELDS += ("sha256", "user.a", "")
 TEXTS = (
     *("", "0", "1", "2", "3", "8", "-1", "999999999999999999", "1e3", "\u0663", "1099511627776"),
@@ -48,9 +48,9 @@ TEXTS = (
 )
 VALID = {  # what these fields may be, in some file or other
     "key_offset": ("", "auto"),
-    session.KEY_SCALE: ("", "auto"),
+    "key_scale": ("", "auto"),
     "dtype": ("int8", "float32", "kivi4"),
-    session.VALUE_DTYPE: ("int8", "float32", "kivi4"),
+    "value_dtype": ("int8", "float32", "kivi4"),
     "recent": ("0", "2", "40"),
     "recent_dtype": ("float16", "float32", "int4"),
     "scale_dtype": ("", "float16", "float32"),
@@ -67,14 +67,14 @@ path = os.path.join(folder.name, "cache")
 def parse(raw: bytes) -> tuple[dict, dict, bytes]:
     """Metadata, tensors and data of a file."""
     size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + size])
-    return header.pop("__metadata__"), header, raw[8 + size :]
+    entries = json.loads(raw[8 : 8 + size])
+    return entries.pop("__metadata__"), entries, raw[8 + size :]
 
 
 def joined(metadata: dict, tensors: dict, data: bytes) -> bytes:
-    header = json.dumps({"__metadata__": metadata, **tensors}).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data
+    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
 
 
 def digest(metadata: dict, tensors: dict, data: bytes) -> str:
@@ -83,9 +83,8 @@ def digest(metadata: dict, tensors: dict, data: bytes) -> str:
     for name, tensor in tensors.items():
         begin, end = tensor["data_offsets"]
         array = np.frombuffer(data[begin:end], NUMPY[tensor["dtype"]])
-        arrays[name] = array.reshape(tensor["shape"])
-    of_states = {name: tensor["dtype"] for name, tensor in tensors.items() if name[:7] == "states."}
-    return session.digest(metadata, arrays, session.file_types(metadata, of_states))
+        arrays[name] = (tensor["dtype"], array.reshape(tensor["shape"]))
+    return header.digest(metadata, arrays)
 
 
 def with_digest(raw: bytes) -> bytes:

@@ -14,10 +14,8 @@ import pytest
 from support import normal
 
 from kvedge import KVCache, errors
-from kvedge.files import session
-
-pytest.importorskip("safetensors")
-from safetensors.numpy import load_file, save_file
+from kvedge.files.header import digest
+from kvedge.files.tensors import typed
 
 LAYERS, HEADS, DIM, TOKENS = 2, 2, 40, 9
 
@@ -60,7 +58,8 @@ def assert_corrupt(path, data=None, match=None, mmap=False):
 
 def forge(path, change=None, **fields):
     """Rewrite a saved file with some tensors or metadata changed, and a digest that fits."""
-    tensors = load_file(path)
+    peer = pytest.importorskip("safetensors.numpy")
+    tensors = peer.load_file(path)
     data = path.read_bytes()
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     for name, value in fields.items():
@@ -70,12 +69,9 @@ def forge(path, change=None, **fields):
             metadata[name] = value
     if change is not None:
         change(tensors)
-    # A dtype that there is not, or layers that are none, have no digest that fits.
-    with contextlib.suppress(
-        KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError
-    ):
-        metadata["sha256"] = session.digest(metadata, tensors, session.file_types(metadata))
-    save_file(tensors, path, metadata=metadata)
+    with contextlib.suppress(KeyError):  # a type that kvedge never writes has no digest that fits
+        metadata["sha256"] = digest(metadata, typed(tensors))
+    peer.save_file(tensors, path, metadata=metadata)
 
 
 def name_of_case(value):

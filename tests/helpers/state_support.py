@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from kvedge import KVCache, StateLayer
-from kvedge.files import session
+from kvedge.files.header import digest
 
 HEADS, DIM = 2, 8
 KV = {"num_kv_heads": HEADS, "head_dim": DIM}
@@ -77,8 +77,8 @@ def forge(path, change):
         tensors[name] = (one["dtype"], one["shape"], body[start:stop])
     change(fields, tensors)
     types = {name: kind for name, (kind, _, _) in tensors.items()}
-    held = {name: _Bytes(shape, data) for name, (_, shape, data) in tensors.items()}
-    fields["sha256"] = session.digest(fields, held, types.__getitem__)
+    held = {name: (kind, _Bytes(shape, data)) for name, (kind, shape, data) in tensors.items()}
+    fields["sha256"] = digest(fields, held)
     entries, offset = {"__metadata__": fields}, 0
     order = sorted(tensors, key=lambda name: (-{"F32": 4, "I8": 1}.get(types[name], 2), name))
     for name in order:

@@ -38,7 +38,6 @@ def blocks(language, document="README.md"):
 @pytest.mark.check
 @pytest.mark.parametrize("document", ["README.md", "docs/python.md"])
 def test_the_python_of_a_document_runs(document, tmp_path, monkeypatch):
-    pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     code = blocks("python", document)
     assert len(code) >= 2

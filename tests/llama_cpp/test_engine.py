@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("llama_cpp.llama_cpp")
 gguf_files = pytest.importorskip("helpers.gguf_files")
 pytest.importorskip("jinja2")
-pytest.importorskip("safetensors")
 from helpers.llama_cpp_models import SMOLLM  # noqa: E402
 
 import kvedge  # noqa: E402

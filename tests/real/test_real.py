@@ -96,7 +96,6 @@ def test_greedy_text_is_what_the_model_says(form, capsys):
 
 
 def test_a_conversation_is_saved_and_goes_on(tmp_path, capsys):
-    pytest.importorskip("safetensors")
     session, start = tmp_path / "s.kv", ("-p", "One, two, three, four,", "--cache", "auto")
     whole = written(capsys, *start, "-n", 16)
     first = written(capsys, *start, "-n", 8, "--save-session", session)

@@ -146,7 +146,7 @@ def test_the_name_of_an_open_file_is_refused(path, rng):
 
 def test_it_is_found_out_before_anything_is_computed(path, rng, monkeypatch):
     os.mkfifo(path)
-    monkeypatch.setattr("kvedge.files.session.digest", None)
+    monkeypatch.setattr("kvedge.files.header.digest", None)
     monkeypatch.setattr(CacheState, "contents", None)
     monkeypatch.setattr(PagedKvCache, "to_kv_cache", None)
     monkeypatch.setattr("kvedge.paged.file.save", None)
@@ -201,7 +201,7 @@ def test_a_file_that_is_a_mount_point_is_refused_at_the_start(path, rng):
         import sys, kvedge
         from kvedge.files import replacing
         cache = kvedge.KVCache.load(sys.argv[1])
-        kvedge.files.session.digest = None
+        kvedge.files.header.digest = None
         for write in (replacing.check_target, cache.save):
             try:
                 write(sys.argv[1])
@@ -257,7 +257,7 @@ AS_USER = """
     import os, sys, numpy as np, kvedge
     from kvedge.files import replacing
     cache = kvedge.KVCache(1, 1, 8)
-    kvedge.files.session.digest({}, {}, None)
+    kvedge.files.header.digest({}, {})
     os.setgroups([]), os.setgid(2000), os.setuid(2000)
     try:
         replacing.check_target(sys.argv[1])

@@ -1,0 +1,290 @@
+"""The format of all files: safetensors, which other tools read.
+
+https://github.com/huggingface/safetensors#format: 8 bytes with the length of the header, the header
+in JSON, the tensors one after the other. Nothing in a file is trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+import numpy as np
+
+from kvedge.core.checks import checked_path
+from kvedge.errors import CorruptFileError, InvalidArgumentError
+
+__all__ = [
+    "TYPES",
+    "Tensor",
+    "TypedArrays",
+    "corrupt",
+    "digest",
+    "header",
+    "naming",
+    "number_of",
+    "opened",
+    "pieces",
+    "read_header",
+    "read_into",
+]
+
+_MAX_HEADER = 100_000_000  # bytes; the safetensors package refuses longer ones
+_SHORT_HEADER = 1 << 20  # bytes that are quickly parsed, whatever they are
+_LONGEST_ENTRY = 200  # characters of a tensor's name and object, with room for spaces
+
+#: NumPy's types of elements, by safetensors' names of those that kvedge writes.
+TYPES: dict[str, np.dtype] = {
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(np.uint8),
+    "F8_E5M2": np.dtype(np.uint8),
+    "U16": np.dtype(np.uint16),
+    "BF16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+
+#: Arrays by name, each after safetensors' name of its type.
+TypedArrays = Mapping[str, tuple[str, np.ndarray]]
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    dtype: str  # safetensors' name: "I8", "F16", "F32"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def pieces(fields: Mapping[str, str], tensors: TypedArrays) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, one after the other, with the digest of all as metadata "sha256"."""
+    signed = {**fields, "sha256": digest(fields, tensors)}
+    order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
+    yield header(signed, {name: tensors[name] for name in order})
+    for name in order:
+        yield tensors[name][1].reshape(-1).view(np.uint8).data
+
+
+def header(fields: Mapping[str, str], tensors: TypedArrays) -> bytes:
+    """A file up to its tensors, which follow in this order."""
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(fields.items()))}
+    offset = 0
+    for name, (dtype, array) in tensors.items():
+        entries[name] = {
+            "dtype": dtype,
+            "shape": array.shape,
+            "data_offsets": (offset, offset + array.nbytes),
+        }
+        offset += array.nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    if len(text) > _MAX_HEADER:
+        raise InvalidArgumentError(
+            f"metadata takes too much room: a header of {len(text)} bytes where {_MAX_HEADER} are "
+            "the limit"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def digest(fields: Mapping[str, str], tensors: TypedArrays) -> str:
+    """SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
+    sha256 = hashlib.sha256()
+    covered = {name: value for name, value in fields.items() if name != "sha256"}
+    sha256.update(json.dumps(covered, sort_keys=True).encode())
+    for name in sorted(tensors):
+        dtype, array = tensors[name]
+        sha256.update(json.dumps([name, dtype, array.shape]).encode())
+        if array.size:
+            sha256.update(array.reshape(-1).view(np.uint8).data)
+    return sha256.hexdigest()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def corrupt(what: str, cause: Exception | None = None) -> NoReturn:
+    """CorruptFileError; :func:`naming` puts the file's name before it."""
+    raise CorruptFileError(what) from cause
+
+
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Let CorruptFileErrors of the block begin with a file's name."""
+    try:
+        yield
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{file}: {error}") from error.__cause__
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file to be read; CorruptFileErrors of the block name it."""
+    path = checked_path(path)
+    mode = os.stat(path).st_mode
+    with naming(path):
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe waits for its writer
+            corrupt("it is not a regular file")
+        with open(path, "rb") as file:
+            yield file
+
+
+def read_header(
+    file: BinaryIO, most_tensors: Callable[[Mapping[str, str]], int]
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a file, which have to fill it without a gap.
+
+    A long header has to begin with the metadata, and is parsed beyond it only if it has room for
+    no more tensors than `most_tensors` gives for such metadata.
+    """
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    size = int.from_bytes(file.read(8), "little")
+    if size > min(_MAX_HEADER, end - 8):
+        what = "it is no safetensors file, or cut short"
+        corrupt(
+            f"{what}: it has {end} bytes, its header {size}, and at most {_MAX_HEADER} are read"
+        )
+    try:
+        fields, entries = _parse(file.read(size).decode(), most_tensors)
+    except CorruptFileError:
+        raise
+    except (ValueError, RecursionError) as error:
+        corrupt(f"it is no safetensors file, or damaged: {error}", error)
+    at = 0
+    tensors = {}
+    for name, tensor in sorted(entries.items(), key=lambda entry: entry[1][2:]):
+        if tensor.offset != at:
+            corrupt(
+                f"tensor {name[:60]!r} begins at {tensor.offset}, where {at} bytes lie before it"
+            )
+        tensors[name] = tensor._replace(offset=8 + size + at)
+        at += tensor.nbytes
+    if 8 + size + at != end:
+        corrupt(
+            f"it has {end} bytes, and its tensors end at {8 + size + at}: it was cut or damaged"
+        )
+    return fields, tensors
+
+
+def _parse(
+    text: str, most_tensors: Callable[[Mapping[str, str]], int]
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    is_long = len(text) > _SHORT_HEADER
+    fields: dict[str, str] = {}
+    entries: dict[str, Tensor] = {}
+    at = _past("{", text, 0)
+    while True:
+        name, at = _value('"', text, at)
+        at = _past(":", text, at)
+        if name in entries:
+            raise ValueError(f"tensor {name[:60]!r} is there twice")
+        if name == "__metadata__" and not fields:
+            fields, at = _value("{", text, at)
+            if not all(isinstance(value, str) for value in fields.values()):
+                raise ValueError("its metadata is not all text")
+            "".join([*fields, *fields.values()]).encode()  # no half of a pair of surrogates
+            if is_long and len(text) - at > most_tensors(fields) * _LONGEST_ENTRY:
+                raise ValueError("its header is too long for the tensors of such metadata")
+        elif is_long and not fields:
+            raise ValueError("its header is long, and does not begin with metadata")
+        else:
+            entries[name], at = _entry(text, at)
+        if text.startswith("}", at):
+            break
+        at = _past(",", text, at)
+    if _SPACES.fullmatch(text, at + 1) is None:
+        raise ValueError(f"its header goes on after its end, character {at}")
+    return fields, entries
+
+
+def _entry(text: str, at: int) -> tuple[Tensor, int]:
+    """The object of a tensor, and where the text goes on."""
+    found, end = _value("{", text[at : at + _LONGEST_ENTRY], 0)
+    if found.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"dtype, shape, data_offsets are expected at character {at}, not {found}")
+    dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in TYPES:
+        raise ValueError(f"a tensor is of type {dtype}, which kvedge never writes")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
+            raise ValueError(f"a list of numbers is expected, not {numbers}")
+    nbytes = math.prod(shape) * TYPES[dtype].itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"a tensor {dtype} {shape} has {nbytes} bytes, not those of {offsets}")
+    return Tensor(dtype, tuple(shape), offsets[0], nbytes), at + end
+
+
+_SPACES = re.compile(r"[ \t\n\r]*")
+
+
+def _value(first: str, text: str, at: int) -> tuple[Any, int]:
+    """The value that begins there, with that character, and where the text goes on."""
+    _past(first, text, at)
+    value, end = _JSON.raw_decode(text, at)
+    return value, _past("", text, end)
+
+
+def _past(mark: str, text: str, at: int) -> int:
+    """Where the text goes on after a character that has to be there, and spaces."""
+    if not text.startswith(mark, at):
+        raise ValueError(f"{mark} is expected at character {at}, not {text[at : at + 20]!r}")
+    spaces = _SPACES.match(text, at + len(mark))
+    assert spaces is not None
+    return spaces.end()
+
+
+def _natural(digits: str) -> int:
+    if not digits.isdigit() or len(digits) > 18:
+        raise ValueError(f"a number of 0 to 10^18 is expected, not {digits[:40]}")
+    return int(digits)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"a whole number is expected, not {text[:40]}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"one of {', '.join(found)[:60]} is there twice")
+    return found
+
+
+_JSON = json.JSONDecoder(
+    object_pairs_hook=_unique,
+    parse_int=_natural,
+    parse_float=_no_number,
+    parse_constant=_no_number,
+)
+
+
+def read_into(file: BinaryIO, tensor: Tensor, array: np.ndarray) -> None:
+    """Read a tensor into an array of its bytes."""
+    if not array.size:
+        return
+    file.seek(tensor.offset)
+    count = file.readinto(array.reshape(-1).view(np.uint8))  # type: ignore[attr-defined]
+    if count != tensor.nbytes:
+        corrupt(f"it ends {tensor.nbytes - count} bytes early: it was cut while being read")
+
+
+def number_of(fields: Mapping[str, str], name: str) -> int:
+    """A field as the number that was written, or CorruptFileError."""
+    text = fields.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and str(int(text)) == text):
+        corrupt(f"its {name} is {text[:40]!r}, not a number")
+    return int(text)
