@@ -220,7 +220,7 @@ def _entry(text: str, at: int) -> tuple[Tensor, int]:
     if not isinstance(dtype, str) or dtype not in TYPES:
         raise ValueError(f"a tensor is of type {dtype}, which kvedge never writes")
     for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or any(type(one) is not int for one in numbers):
+        if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
             raise ValueError(f"a list of numbers is expected, not {numbers}")
     nbytes = math.prod(shape) * TYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:

@@ -334,17 +334,17 @@ def _config(options: Mapping[str, Any], capacity: int | None, whose: str) -> Lay
     """The config of a layer with these options, which are those of a file."""
     if options["value_rotation"] not in ("", session.HADAMARD):
         corrupt(f"{whose} has the value_rotation {str(options['value_rotation'])[:40]!r}")
-    given = {**options, "value_rotation": options["value_rotation"] == session.HADAMARD}
-    given |= {name: given[name] or None for name in ("value_dtype", "recent_dtype")}
-    has_scales = _have_scales(given["dtype"], given["value_dtype"])
-    if not has_scales and (given["group_size"], given["scale_dtype"]) == ("", ""):
-        given.update(group_size=None, scale_dtype="float32")
+    own = {**options, "value_rotation": options["value_rotation"] == session.HADAMARD}
+    own |= {name: own[name] or None for name in ("value_dtype", "recent_dtype")}
+    has_scales = _have_scales(own["dtype"], own["value_dtype"])
+    if not has_scales and (own["group_size"], own["scale_dtype"]) == ("", ""):
+        own.update(group_size=None, scale_dtype="float32")
     try:
-        config = checks.layer_config(capacity=capacity, recent_dtypes=FORMATS, **given)
+        config = checks.layer_config(capacity=capacity, recent_dtypes=FORMATS, **own)
     except (KvedgeError, TypeError) as error:
         corrupt(f"{whose} makes no layer: {error}", error)
-    if has_scales and given["group_size"] != config.group_size:
-        corrupt(f"{whose} has the group_size {given['group_size']}, beyond its rows")
+    if has_scales and own["group_size"] != config.group_size:
+        corrupt(f"{whose} has the group_size {own['group_size']}, beyond its rows")
     return config
 
 
@@ -391,10 +391,10 @@ def _read_turns(text: str | None, form: CacheFormat) -> list[Turns | None]:
         turns: list[Turns | None] = []
         for config, pairs in zip(form.layers, field["layers"], strict=True):
             starts, numbers = zip(*pairs, strict=True) if pairs else ((), ())
-            one = Turns(tuple(starts), tuple(known[number] for number in numbers))
-            if pairs and not one.is_valid(config.head_dim):
+            of_layer = Turns(tuple(starts), tuple(known[number] for number in numbers))
+            if pairs and not of_layer.is_valid(config.head_dim):
                 raise ValueError("a turn that kvedge never makes")
-            turns.append(one if pairs else None)
+            turns.append(of_layer if pairs else None)
         as_written = session.turns_field(turns)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         corrupt(f"its key_turns cannot be read: {type(error).__name__}: {error}", error)

@@ -41,7 +41,6 @@ import numpy as np
 from kvedge.core import checks
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyRule
-from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.core.storage import KEY_VECTORS, PART_OPTIONS
 from kvedge.errors import InvalidArgumentError
@@ -204,9 +203,9 @@ def turns_field(turns: Sequence[Turns | None]) -> str:
     for of_layer in turns:
         pairs = [] if of_layer is None else zip(*of_layer, strict=True)
         layers.append([[start, known.setdefault(turn, len(known))] for start, turn in pairs])
-    listed = [[[one.interleaved, one.angles] for one in turn] for turn in known]
-    made = {"turns": listed, "layers": layers}
-    return json.dumps(made, separators=(",", ":")) if any(layers) else ""
+    listed = [[[rotation.interleaved, rotation.angles] for rotation in turn] for turn in known]
+    field = {"turns": listed, "layers": layers}
+    return json.dumps(field, separators=(",", ":")) if any(layers) else ""
 
 
 def layers_field(form: CacheFormat, dropped: Sequence[int], evicted_at: Sequence[int]) -> str:
@@ -281,7 +280,7 @@ def slabs_in_file(index: int, config: LayerConfig) -> Iterator[tuple[str, str, L
     """Of a layer's rows, "", and its parts: what their tensors begin with, how they are stored."""
     yield "", f"layers.{index}", config
     for part in PARTS if config.in_runs else PARTS[:2] if config.recent_dtype else ():
-        own = config.runs(RUN) if part == "runs" else config.part_config
+        own = config.run if part == "runs" else config.part_config
         yield part, f"layers.{index}.{part}", own
 
 

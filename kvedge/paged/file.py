@@ -64,13 +64,13 @@ _NUMBERS = ("num_blocks", "block_size", "num_layers", *_OF_ROWS)
 def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.PathLike[str]) -> None:
     """Write a pool and sequences of it, none with pending tokens; the pool's lock is held."""
     blocks = pool.blocks
-    tables = [one.table[: pool.blocks_for(one.length)] for one in sequences]
-    lengths = [one.length for one in sequences]
+    tables = [sequence.table[: pool.blocks_for(sequence.length)] for sequence in sequences]
+    lengths = [sequence.length for sequence in sequences]
     used = np.zeros(blocks.num_blocks, np.int64)  # tokens of each block that mean something
-    for one, table in zip(sequences, tables, strict=True):
-        stop = one.length
-        if pool.config.in_runs and one.parts is not None:  # also of a run that was cut
-            ends = [runs_end(stop, since) for since in one.parts.base]
+    for sequence, table in zip(sequences, tables, strict=True):
+        stop = sequence.length
+        if pool.config.in_runs and sequence.parts is not None:  # also of a run that was cut
+            ends = [runs_end(stop, since) for since in sequence.parts.base]
             stop = -(-max(ends) // RUN) * RUN
         _use(used, table, stop, pool.block_size)
     known = blocks.prefixes.nodes()  # (block, parent, ids), parents first
@@ -120,7 +120,7 @@ def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.Pat
     if config.value_rotation:
         fields["value_rotation"] = HADAMARD
     if pool.parts is not None:
-        states = [one.parts for one in sequences if one.parts is not None]
+        states = [sequence.parts for sequence in sequences if sequence.parts is not None]
         more, tensors_of_parts = _parts_of(pool.parts, states, lengths)
         fields |= {"format_version": _VERSION_WITH_PARTS, **more}
         tensors |= tensors_of_parts
@@ -169,21 +169,21 @@ def _parts_of(
     """Fields and tensors of the first and last tokens of sequences."""
     used = np.zeros(parts.blocks.num_blocks, np.int64)
     tables = []
-    for one, length in zip(states, lengths, strict=True):
-        table = one.table[: -(-length // TOKENS)]
+    for state, length in zip(states, lengths, strict=True):
+        table = state.table[: -(-length // TOKENS)]
         is_there = table >= 0
         at = np.clip(length - TOKENS * np.flatnonzero(is_there), 0, TOKENS)
         np.maximum.at(used, table[is_there], at)
         tables.append(table)
     place = _places(used)
     since = [
-        one.base if parts.kept else [length] * len(parts.stores)
-        for one, length in zip(states, lengths, strict=True)
+        state.base if parts.kept else [length] * len(parts.stores)
+        for state, length in zip(states, lengths, strict=True)
     ]
     tensors = {
         "recent_tables": place[np.concatenate(tables or [np.empty(0, np.int32)])],
         "since": np.array(since, np.int64).reshape(len(states), len(parts.stores)),
-        "first": np.array([one.sinks for one in states], np.int64),
+        "first": np.array([state.sinks for state in states], np.int64),
     }
     for i, store in enumerate(parts.stores):
         tensors |= _rows_of(f"recent.{i}", store, used, TOKENS)
@@ -320,7 +320,7 @@ def _load_parts(
         wanted = np.zeros(len(table), bool)
         wanted[: -(-min(sinks, length) // TOKENS)] = True
         wanted[min(begin, default=length) // TOKENS :] |= min(begin, default=length) < length
-        in_range = all(0 <= one <= length for one in begin)
+        in_range = all(0 <= position <= length for position in begin)
         if not in_range or sinks not in (0, parts.whole.sinks) or (wanted & (table < 0)).any():
             corrupt("it lacks last or first tokens that its sequences have")
         loaded.append(SequenceParts(table, begin, begin, sinks))
