@@ -235,12 +235,9 @@ kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *key_s
  * float[num_tokens][num_kv_heads][value_head_dim]; all of them or none. */
 kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens);
 
-/* The same of arrays with strides, float32 or 16-bit: (num_tokens, num_kv_heads, head_dim). */
-kvedge_status kvedge_layer_append_arrays(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
-                                         int64_t num_tokens);
-
-/* Appends num_tokens tokens to each of num_layers layers, to layer i those of keys[i] and values[i]: to all of them or,
- * also where one lacks room, to none. The layers may differ in all but have to be different ones. */
+/* Appends num_tokens tokens to each of num_layers layers (one, or more), to layer i those of keys[i] and values[i], arrays with
+ * strides, float32 or 16-bit: to all of them or, also where one lacks room, to none. The layers may differ in all but have
+ * to be different ones. */
 kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_array *keys, const kvedge_array *values,
                                    int num_layers, int64_t num_tokens);
 
@@ -537,11 +534,6 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
                             int64_t first_row, int64_t num_tokens, float *logits);
 
-/* Calls with a tolerance so far, in this process: blocks of values, of 16 tokens and one KV
- * head, that could have been left out, and those that were. Differences tell of the calls
- * between. */
-void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
-
 /* The same in slices, for a runtime that has threads of its own and memory of its own:
  *
  *   size_t bytes = kvedge_attention_bytes(layer, num_rows, num_heads, options, num_slots);
@@ -642,30 +634,6 @@ typedef struct {
   int64_t start;    /* the first token that is seen, 0 to len; not besides a mask, a bias or a start of the options */
 } kvedge_sequence;
 
-/* Which blocks are in use: a count of users for each, in num_blocks * 4 bytes and a few of the
- * caller's memory. Sequences that begin with the same tokens hold the same blocks. Calls on one
- * object, one at a time. */
-typedef struct kvedge_blocks kvedge_blocks;
-size_t kvedge_blocks_bytes(int32_t num_blocks); /* 0: num_blocks is not positive */
-kvedge_status kvedge_blocks_init(void *memory, size_t bytes, int32_t num_blocks, kvedge_blocks **blocks);
-int32_t kvedge_blocks_num_free(const kvedge_blocks *blocks);
-int32_t kvedge_blocks_users(const kvedge_blocks *blocks, int32_t block); /* 0: free, or there is no such block */
-
-int32_t kvedge_blocks_take(kvedge_blocks *blocks);                         /* a block with one user; -1: none is free */
-kvedge_status kvedge_blocks_hold(kvedge_blocks *blocks, int32_t block);    /* one user more of a block in use */
-kvedge_status kvedge_blocks_release(kvedge_blocks *blocks, int32_t block); /* one less; the last one frees it */
-
-/* Copy on write: before tokens of a block are written that others hold as well, *block becomes a copy, in the pool of
- * every layer, which one sequence holds. KVEDGE_ERROR_CAPACITY: no block is free; nothing has changed. */
-kvedge_status kvedge_blocks_own(kvedge_blocks *blocks, kvedge_layer *const *pools, int num_layers, int64_t block_size,
-                                int32_t *block);
-
-/* Writes tokens first..first+num_tokens-1 of a sequence to its blocks, table[token /
- * block_size]: dense arrays as for kvedge_layer_append. If one block's tokens are refused, those
- * of earlier blocks are written; the sequence's len is the caller's, so they count for nothing. */
-kvedge_status kvedge_blocks_write(kvedge_layer *pool, int64_t block_size, const int32_t *table, int64_t first,
-                                  const float *keys, const float *values, int64_t num_tokens);
-
 /* kvedge_attend for every sequence, the work of all shared out over the threads in one go. Masks and
  * biases only for one sequence alone. Nothing is written unless all arguments are good. */
 kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
@@ -760,18 +728,6 @@ int kvedge_get_num_threads(void);
  * (one that was held up by another program; its work was done by others meanwhile). Needed before
  * memory handed to kvedge_layer_init or _attach is freed; the calls here that take rows away do it. */
 void kvedge_quiesce(void);
-
-/* ---- Measuring ---------------------------------------------------------------------------- */
-
-/* Bytes per second that num_threads threads read from `bytes` of memory each of them touched first:
- * the best of `repeats` passes. Use several times the last-level cache. 0: no memory. */
-double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats);
-
-/* Products per second, of codes of 16 bits with bytes, that num_threads threads make by the instructions of the path in
- * use, in registers: the best of `repeats` times, in which each of them makes `products`. Attention makes two (keys,
- * values) for each query head, token it sees and channel; half as many again where it needs 24 bits, half as many with
- * precision_bits 8. 0: no memory. */
-double kvedge_product_rate(int num_threads, size_t products, int repeats);
 
 #if defined(KVEDGE_EXPORTS) && defined(__GNUC__)
 #pragma GCC visibility pop

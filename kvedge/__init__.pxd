@@ -142,9 +142,6 @@ cdef extern from "kvedge.h" nogil:
         float *lse
         int64_t start
 
-    ctypedef struct kvedge_blocks:
-        pass
-
     ctypedef struct kvedge_attention:
         pass
 
@@ -197,9 +194,6 @@ cdef extern from "kvedge.h" nogil:
     kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *key_scale)
     kvedge_status kvedge_layer_append(
         kvedge_layer *layer, const float *keys, const float *values, int64_t num_tokens)
-    kvedge_status kvedge_layer_append_arrays(
-        kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
-        int64_t num_tokens)
     kvedge_status kvedge_layers_append(
         kvedge_layer *const *layers, const kvedge_array *keys, const kvedge_array *values,
         int num_layers, int64_t num_tokens)
@@ -317,20 +311,6 @@ cdef extern from "kvedge.h" nogil:
     int kvedge_rows_attention_num_slices(const kvedge_rows_attention *attention)
     void kvedge_rows_attention_run(kvedge_rows_attention *attention, int slice, int next, int thread)
 
-    size_t kvedge_blocks_bytes(int32_t num_blocks)
-    kvedge_status kvedge_blocks_init(
-        void *memory, size_t bytes, int32_t num_blocks, kvedge_blocks **blocks)
-    int32_t kvedge_blocks_num_free(const kvedge_blocks *blocks)
-    int32_t kvedge_blocks_users(const kvedge_blocks *blocks, int32_t block)
-    int32_t kvedge_blocks_take(kvedge_blocks *blocks)
-    kvedge_status kvedge_blocks_hold(kvedge_blocks *blocks, int32_t block)
-    kvedge_status kvedge_blocks_release(kvedge_blocks *blocks, int32_t block)
-    kvedge_status kvedge_blocks_own(
-        kvedge_blocks *blocks, kvedge_layer *const *pools, int num_layers, int64_t block_size,
-        int32_t *block)
-    kvedge_status kvedge_blocks_write(
-        kvedge_layer *pool, int64_t block_size, const int32_t *table, int64_t first,
-        const float *keys, const float *values, int64_t num_tokens)
     kvedge_status kvedge_attend_batch(
         const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
         int num_sequences, int num_heads, const kvedge_attention_options *options, int num_threads)
@@ -380,6 +360,3 @@ cdef extern from "kvedge.h" nogil:
     kvedge_status kvedge_set_num_threads(int num_threads)
     int kvedge_get_num_threads()
     void kvedge_quiesce()
-    void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped)
-    double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats)
-    double kvedge_product_rate(int num_threads, size_t products, int repeats)

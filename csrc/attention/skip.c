@@ -17,6 +17,7 @@
 #include <float.h>
 
 #include "attention/tile.h"
+#include "system/measuring.h"
 #include "system/target.h"
 
 enum {

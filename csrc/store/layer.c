@@ -434,13 +434,6 @@ kvedge_status kvedge_layer_append(kvedge_layer *layer, const float *keys, const 
   return append_tokens(layer, dense_tokens(layer, 0, keys, values, num_tokens));
 }
 
-kvedge_status kvedge_layer_append_arrays(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
-                                         int64_t num_tokens) {
-  KVEDGE_FLOAT_MODE;
-  if (!keys || !values) return KVEDGE_ERROR_ARGUMENT;
-  return append_tokens(layer, (token_rows){.keys = *keys, .values = *values, .num_tokens = num_tokens});
-}
-
 static token_rows rows_of_batch(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values,
                                 int64_t num_tokens) {
   return (token_rows){.keys = *keys, .values = *values, .position = kvedge_layer_len(layer), .num_tokens = num_tokens};
@@ -450,7 +443,8 @@ kvedge_status kvedge_layers_append(kvedge_layer *const *layers, const kvedge_arr
                                    int num_layers, int64_t num_tokens) {
   KVEDGE_FLOAT_MODE;
   if (!layers || !keys || !values || num_layers < 1) return KVEDGE_ERROR_ARGUMENT;
-  if (num_layers == 1) return kvedge_layer_append_arrays(layers[0], keys, values, num_tokens);
+  if (num_layers == 1)
+    return append_tokens(layers[0], (token_rows){.keys = *keys, .values = *values, .num_tokens = num_tokens});
   for (int i = 0; i < num_layers; i++) { /* arguments and room first: they cost nothing */
     for (int j = 0; j < i; j++)
       if (layers[j] == layers[i]) return KVEDGE_ERROR_ARGUMENT;

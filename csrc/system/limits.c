@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "system/dispatch.h"
+#include "system/measuring.h"
 #include "kvedge.h"
 #include "system/memory.h"
 #include "system/pages.h"

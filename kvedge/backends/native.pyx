@@ -32,6 +32,11 @@ cdef enum:
 
 # ---- the library --------------------------------------------------------------------------------
 
+cdef extern from "system/measuring.h" nogil:
+    void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped)
+    double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats)
+    double kvedge_product_rate(int num_threads, size_t products, int repeats)
+
 cdef extern from *:
     """
     #if defined(_WIN32)
@@ -772,9 +777,9 @@ cdef class LayerStore:
             handle = _again(handle, num_tokens)
             self._take(handle)
         if num_tokens * self._num_kv_heads * self._widest < _KEEP_GIL:
-            return kvedge_layer_append_arrays(handle.layer, keys, values, num_tokens)
+            return kvedge_layers_append(&handle.layer, keys, values, 1, num_tokens)
         with nogil:
-            status = kvedge_layer_append_arrays(handle.layer, keys, values, num_tokens)
+            status = kvedge_layers_append(&handle.layer, keys, values, 1, num_tokens)
         return status
 
     def _checked(self, keys, values, many, layout):

@@ -1,6 +1,7 @@
 /* Attention through the public API, held against the formula in double over what the layer stores. */
 #include "check.h"
 #include "kvedge.h"
+#include "system/measuring.h"
 
 static kvedge_layer *scaled_layer(kvedge_layer_config config, const float *offset, const float *scale,
                                   const float *keys, const float *values, int64_t len) {

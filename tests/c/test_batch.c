@@ -533,7 +533,7 @@ static void append_case(void) {
     free(dense_keys), free(dense_values), free(offset);
   }
   CHECK(kvedge_layers_append(layers, keys, values, num, n) == KVEDGE_OK);
-  for (int i = 0; i < num; i++) CHECK(kvedge_layer_append_arrays(layers[i], &keys[i], &values[i], n) == KVEDGE_OK);
+  for (int i = 0; i < num; i++) CHECK(kvedge_layers_append(&layers[i], &keys[i], &values[i], 1, n) == KVEDGE_OK);
   for (int i = 0; i < num; i++) {
     CHECK(same_tokens(layers[i], expected[i], heads, dim));
     kvedge_layer_destroy(layers[i]), kvedge_layer_destroy(expected[i]);

@@ -217,62 +217,6 @@ static void test_shift_too_large(void) {
   kvedge_layer_destroy(layer);
 }
 
-static void test_blocks(kvedge_format format) {
-  enum { NUM_BLOCKS = 6, SIZE = 4, LAYERS = 2 };
-  counter c = {0};
-  kvedge_layer *pools[LAYERS];
-  for (int i = 0; i < LAYERS; i++) pools[i] = layer_with(format, NUM_BLOCKS * SIZE, &c, 0, 0);
-  block memory = new_block(kvedge_blocks_bytes(NUM_BLOCKS));
-  kvedge_blocks *blocks;
-  CHECK(kvedge_blocks_bytes(0) == 0);
-  CHECK(kvedge_blocks_init(memory.data, memory.size - 1, NUM_BLOCKS, &blocks) == KVEDGE_ERROR_MEMORY);
-  CHECK(kvedge_blocks_init(memory.data, memory.size, NUM_BLOCKS, &blocks) == KVEDGE_OK);
-  int32_t one[3], other[3];
-  for (int i = 0; i < 3; i++) one[i] = kvedge_blocks_take(blocks);
-  CHECK(one[1] == one[0] + 1 && kvedge_blocks_num_free(blocks) == 3);
-  for (int i = 0; i < LAYERS; i++)
-    CHECK(kvedge_blocks_write(pools[i], SIZE, one, 0, keys[i][0], values[i][0], 10) == KVEDGE_OK);
-  for (int i = 0; i < 3; i++) CHECK(kvedge_blocks_hold(blocks, other[i] = one[i]) == KVEDGE_OK);
-  CHECK(kvedge_blocks_users(blocks, one[2]) == 2);
-  const float bound = pools[0]->key_bound;
-  CHECK(kvedge_blocks_own(blocks, pools, LAYERS, SIZE, &other[2]) == KVEDGE_OK && other[2] != one[2]);
-  CHECK(pools[0]->key_bound == bound);
-  CHECK(kvedge_blocks_users(blocks, one[2]) == 1 && kvedge_blocks_users(blocks, other[2]) == 1);
-  int32_t mine = other[2];
-  CHECK(kvedge_blocks_own(blocks, pools, LAYERS, SIZE, &mine) == KVEDGE_OK && mine == other[2]);
-  for (int i = 0; i < LAYERS; i++) {
-    CHECK(kvedge_blocks_write(pools[i], SIZE, one, 10, keys[i + 10][0], values[i + 10][0], 2) == KVEDGE_OK);
-    CHECK(kvedge_blocks_write(pools[i], SIZE, other, 10, keys[20][0], values[20][0], 2) == KVEDGE_OK);
-  }
-  float query[2 * HEADS * DIM], out[2][2 * HEADS * WIDE], expected[2][2 * HEADS * WIDE];
-  for (int i = 0; i < 2 * HEADS * DIM; i++) query[i] = keys[30][i / DIM % HEADS][i % DIM];
-  const kvedge_sequence sequences[] = {
-      {.blocks = one,   .len = 12, .query = query, .num_rows = 1, .out = out[0]},
-      {.blocks = other, .len = 12, .query = query, .num_rows = 1, .out = out[1]}
-  };
-  CHECK(kvedge_attend_batch(pools[1], SIZE, sequences, 2, 2 * HEADS, NULL, 1) == KVEDGE_OK);
-  for (int i = 0; i < 2; i++) { /* the same tokens in a layer of their own */
-    kvedge_layer *plain = layer_with(format, 12, &c, 1, 11);
-    const int64_t last = i ? 20 : 11;
-    CHECK(kvedge_layer_append(plain, keys[last][0], values[last][0], 2) == KVEDGE_OK);
-    CHECK(kvedge_attend(plain, query, 1, 2 * HEADS, NULL, 1, expected[i], NULL) == KVEDGE_OK);
-    for (int j = 0; j < 2 * HEADS * WIDE; j++) CHECK(fabsf(out[i][j] - expected[i][j]) < 1e-3f);
-    kvedge_layer_destroy(plain);
-  }
-  while (kvedge_blocks_take(blocks) >= 0) continue;
-  CHECK(kvedge_blocks_hold(blocks, one[0]) == KVEDGE_OK);
-  mine = one[0];
-  CHECK(kvedge_blocks_own(blocks, pools, LAYERS, SIZE, &mine) == KVEDGE_ERROR_CAPACITY && mine == one[0]);
-  CHECK(kvedge_blocks_release(blocks, other[2]) == KVEDGE_OK && kvedge_blocks_num_free(blocks) == 1);
-  CHECK(kvedge_blocks_release(blocks, other[2]) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_blocks_hold(blocks, other[2]) == KVEDGE_ERROR_ARGUMENT && kvedge_blocks_hold(blocks, -1) != KVEDGE_OK);
-  CHECK(kvedge_blocks_take(blocks) == other[2] && kvedge_blocks_take(blocks) == -1);
-  const int32_t outside[] = {NUM_BLOCKS};
-  CHECK(kvedge_blocks_write(pools[0], SIZE, outside, 0, keys[0][0], values[0][0], 1) == KVEDGE_ERROR_ARGUMENT);
-  for (int i = 0; i < LAYERS; i++) kvedge_layer_destroy(pools[i]);
-  free_block(&memory);
-}
-
 int main(void) {
   fill();
   begin("editing and blocks");
@@ -283,7 +227,6 @@ int main(void) {
     test_shift(formats[i], 0, DIM);
     test_shift(formats[i], 1, DIM);
     test_shift(formats[i], 0, 4);
-    test_blocks(formats[i]);
   }
   test_shift_too_large();
   end();

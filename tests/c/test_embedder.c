@@ -397,29 +397,33 @@ static void beside_a_writer(arena *a) {
 
 enum { BLOCKS = 24, BLOCK = 16 };
 
+/* Writes tokens first..first+num_tokens-1 of a sequence to its blocks. */
+static void write_blocks(kvedge_layer *pool, const int32_t *table, int first, const float *keys, const float *values,
+                         int num_tokens) {
+  for (int i = 0; i < num_tokens; i++, keys += KV_HEADS * DIM, values += KV_HEADS * DIM)
+    OK(kvedge_layer_write(pool, table[(first + i) / BLOCK] * BLOCK + (first + i) % BLOCK, keys, values, 1));
+}
+
 static void paged(arena *a) {
   const kvedge_layer_config config = {
       .format = KVEDGE_INT8, .capacity = BLOCKS * BLOCK, .num_kv_heads = KV_HEADS, .head_dim = DIM};
-  const size_t bytes = kvedge_layer_bytes(&config), counts_bytes = kvedge_blocks_bytes(BLOCKS);
-  void *memory = take(a, bytes), *counts = take(a, counts_bytes);
+  const size_t bytes = kvedge_layer_bytes(&config);
+  void *memory = take(a, bytes);
   kvedge_layer *pool;
-  kvedge_blocks *blocks;
   OK(kvedge_layer_init(memory, bytes, &config, &pool));
-  OK(kvedge_blocks_init(counts, counts_bytes, BLOCKS, &blocks));
   enum { PROMPT = 5 * BLOCK + 3, ROW = KV_HEADS * DIM };
   float *keys = take(a, 2 * (PROMPT + 1) * ROW * sizeof *keys), *values = keys + (PROMPT + 1) * ROW;
   unsigned state = 9;
   fill(keys, 2 * (PROMPT + 1) * ROW, &state);
-  int32_t tables[2][6];
-  for (int i = 0; i < 6; i++) tables[0][i] = kvedge_blocks_take(blocks);
-  OK(kvedge_blocks_write(pool, BLOCK, tables[0], 0, keys, values, PROMPT));
-  for (int i = 0; i < 6; i++) OK(kvedge_blocks_hold(blocks, tables[1][i] = tables[0][i]));
-  CHECK(kvedge_blocks_users(blocks, tables[0][5]) == 2 && kvedge_blocks_num_free(blocks) == BLOCKS - 6);
-  /* Each writes its next token to a last block of its own. */
-  OK(kvedge_blocks_own(blocks, &pool, 1, BLOCK, &tables[1][5]));
-  CHECK(tables[1][5] != tables[0][5] && kvedge_blocks_users(blocks, tables[0][5]) == 1);
-  OK(kvedge_blocks_write(pool, BLOCK, tables[0], PROMPT, keys + PROMPT * ROW, values + PROMPT * ROW, 1));
-  OK(kvedge_blocks_write(pool, BLOCK, tables[1], PROMPT, keys, values, 1));
+  /* Each writes its next token to a last block of its own, where the end of the prompt is again. */
+  const int32_t tables[2][6] = {
+      {7, 3, 11, 0, 20, 5},
+      {7, 3, 11, 0, 20, 9}
+  };
+  write_blocks(pool, tables[0], 0, keys, values, PROMPT);
+  write_blocks(pool, tables[1], 5 * BLOCK, keys + 5 * BLOCK * ROW, values + 5 * BLOCK * ROW, PROMPT - 5 * BLOCK);
+  write_blocks(pool, tables[0], PROMPT, keys + PROMPT * ROW, values + PROMPT * ROW, 1);
+  write_blocks(pool, tables[1], PROMPT, keys, values, 1);
   float query[HEADS * DIM], outs[2][HEADS * DIM], expected[HEADS * DIM];
   fill(query, HEADS * DIM, &state);
   kvedge_sequence sequences[2] = {
@@ -436,14 +440,10 @@ static void paged(arena *a) {
     OK(kvedge_attend(flat, query, 1, HEADS, NULL, 1, expected, NULL));
     CHECK(!memcmp(outs[i], expected, sizeof expected));
   }
-  for (int s = 0; s < 2; s++)
-    for (int i = 0; i < 6; i++) OK(kvedge_blocks_release(blocks, tables[s][i]));
-  CHECK(kvedge_blocks_num_free(blocks) == BLOCKS);
-  CHECK(kvedge_blocks_release(blocks, tables[0][0]) == KVEDGE_ERROR_ARGUMENT);
   kvedge_layer_destroy(flat);
   kvedge_quiesce();
   arena_release(a, keys, 2 * (PROMPT + 1) * ROW * sizeof *keys);
-  arena_release(a, memory, bytes), arena_release(a, counts, counts_bytes);
+  arena_release(a, memory, bytes);
 }
 
 /* ---- calls on several layers, 16-bit arrays with strides --------------------------------------------------------- */
@@ -500,8 +500,8 @@ static void batches(arena *a, const kvedge_allocator *allocator) {
   kvedge_layer_config larger = config;
   larger.capacity = 128;
   OK(kvedge_layer_create(&larger, &both));
-  OK(kvedge_layer_append_arrays(both, &arrays[0], &arrays[0], 50));
-  OK(kvedge_layer_append_arrays(both, &arrays[1], &arrays[1], 50));
+  OK(kvedge_layers_append(&both, &arrays[0], &arrays[0], 1, 50));
+  OK(kvedge_layers_append(&both, &arrays[1], &arrays[1], 1, 50));
   double expected[HEADS * DIM];
   reference(both, query[0][0], 0, expected);
   CHECK(is_close(out[0][0], expected, HEADS * DIM));

@@ -84,13 +84,11 @@ static void test_steps(void) {
   o = plain, o.alibi_slopes = slopes, o.sink_logits = slopes, o.precision_bits = 8, test_step(groups, &o);
 }
 
-/* What else moves tokens: windows, edits, arrays with strides, blocks. */
+/* What else moves tokens: windows, edits, arrays with strides. */
 static void test_edits(void) {
   const kvedge_layer_config config = {.capacity = CAPACITY, .num_kv_heads = HEADS, .head_dim = DIM};
   block memory[2] = {new_block(kvedge_layer_bytes(&config)), new_block(kvedge_layer_bytes(&config))};
-  block counts = new_block((kvedge_blocks_bytes(CAPACITY / 16) + 63) / 64 * 64);
   kvedge_layer *layers[2];
-  kvedge_blocks *blocks;
   for (int i = 0; i < 2; i++)
     CHECK(kvedge_layer_init(memory[i].data, memory[i].size, &config, &layers[i]) == KVEDGE_OK);
   float cosines[DIM / 2], sines[DIM / 2], out[2 * HEADS * DIM];
@@ -100,7 +98,7 @@ static void test_edits(void) {
   const long before = asked;
   CHECK(kvedge_layers_append(layers, (const kvedge_array[]){array, array}, (const kvedge_array[]){array, array}, 2,
                              9) == KVEDGE_OK);
-  CHECK(kvedge_layer_append_arrays(layers[0], &array, &array, HELD) == KVEDGE_OK);
+  CHECK(kvedge_layers_append(layers, &array, &array, 1, HELD) == KVEDGE_OK);
   CHECK(kvedge_layer_drop_first(layers[0], 100) == KVEDGE_OK && kvedge_layer_compact(layers[0]) == KVEDGE_OK);
   CHECK(kvedge_rotation_angles(10000.0, DIM, -100, cosines, sines) == KVEDGE_OK);
   CHECK(kvedge_layer_shift(layers[0], 0, kvedge_layer_len(layers[0]), &rotation) == KVEDGE_OK);
@@ -108,14 +106,8 @@ static void test_edits(void) {
   CHECK(kvedge_layer_set_len(layers[0], 2) == KVEDGE_OK);
   CHECK(kvedge_layer_get_keys(layers[0], 0, 2, out) == KVEDGE_OK);
   CHECK(kvedge_layer_set_len(layers[1], 0) == KVEDGE_OK && kvedge_layer_copy(layers[0], layers[1]) == KVEDGE_OK);
-  CHECK(kvedge_blocks_init(counts.data, counts.size, CAPACITY / 16, &blocks) == KVEDGE_OK);
-  int32_t block = kvedge_blocks_take(blocks);
-  CHECK(kvedge_blocks_hold(blocks, block) == KVEDGE_OK);
-  CHECK(kvedge_blocks_write(layers[0], 16, &block, 0, rows, rows, 5) == KVEDGE_OK);
-  CHECK(kvedge_blocks_own(blocks, layers, 2, 16, &block) == KVEDGE_OK);
-  CHECK(kvedge_blocks_release(blocks, block) == KVEDGE_OK);
   CHECK(asked == before);
-  free_block(&memory[0]), free_block(&memory[1]), free_block(&counts);
+  free_block(&memory[0]), free_block(&memory[1]);
 }
 
 int main(void) {

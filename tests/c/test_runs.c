@@ -2,6 +2,7 @@
  * part of a run a call begins or ends with; and what is refused. */
 #include "check.h"
 #include "kvedge.h"
+#include "system/measuring.h"
 
 #define ONE_OF(...) (int[]){__VA_ARGS__}[random_below(sizeof((int[]){__VA_ARGS__}) / sizeof(int))]
 
@@ -9,18 +10,6 @@ static float *copy_of(const float *x, int n) {
   float *copy = malloc((size_t)n * sizeof *copy);
   CHECK(copy);
   return memcpy(copy, x, (size_t)n * sizeof *copy);
-}
-
-/* Another sequence holds a block as well, so it becomes a copy, in block 0. */
-static void own_first_block(kvedge_layer *pool, int64_t size, int32_t num_blocks, int32_t *block) {
-  kvedge_blocks *blocks;
-  void *memory = malloc(kvedge_blocks_bytes(num_blocks));
-  CHECK(memory && kvedge_blocks_init(memory, kvedge_blocks_bytes(num_blocks), num_blocks, &blocks) == KVEDGE_OK);
-  for (int i = 0; i < num_blocks; i++) CHECK(kvedge_blocks_take(blocks) >= 0);
-  CHECK(kvedge_blocks_release(blocks, 0) == KVEDGE_OK && kvedge_blocks_hold(blocks, *block) == KVEDGE_OK);
-  CHECK(kvedge_blocks_own(blocks, &pool, 1, 16, block) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_blocks_own(blocks, &pool, 1, size, block) == KVEDGE_OK && *block == 0);
-  free(memory);
 }
 
 /* Attention to runs in the blocks of a pool, from row `first` on: as a part that begins behind the first block, and
@@ -39,7 +28,8 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
   table[0] = -1;
   for (int i = 0; i < used; i++) table[1 + i] = backwards ? used - i : i + 2;
   for (int i = 0; i < seen; i += 32)
-    CHECK(kvedge_blocks_write(pool, size, table + 1, i, keys + i * key, values + i * value, 32) == KVEDGE_OK);
+    CHECK(kvedge_layer_write(pool, (int64_t)table[1 + i / size] * size + i % size, keys + i * key, values + i * value,
+                             32) == KVEDGE_OK);
   const int dim = given->head_dim, value_dim = given->value_head_dim;
   const size_t outs = (size_t)(rows * num_heads * value_dim);
   float *out = malloc(outs * sizeof *out);
@@ -65,13 +55,6 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
     end_case();
   }
   CHECK(kvedge_attend_batch(pool, 16, &sequence, 1, num_heads, o, 1) == KVEDGE_ERROR_ARGUMENT);
-  own_first_block(pool, size, used + 2, &table[1]);
-  if (first) CHECK(kvedge_attend_layers(&call, 1, num_heads, 1) == KVEDGE_OK);
-  else CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, 1) == KVEDGE_OK);
-  for (size_t j = 0; j < outs; j++)
-    if (!(fabsf(out[j] - expected[j]) <= 2e-4f * largest))
-      fail("of a copied block %.9g, not %.9g", out[j], expected[j]);
-  end_case();
   kvedge_layer_destroy(pool);
   free(out);
 }

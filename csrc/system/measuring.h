@@ -1,0 +1,23 @@
+/* Counts and measurements for Python's isa_info(), tolerance_counts() and doctor; not in the C library's API. */
+#ifndef KVEDGE_MEASURING_H
+#define KVEDGE_MEASURING_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Calls with a tolerance so far, in this process: blocks of values, of 16 tokens and one KV
+ * head, that could have been left out, and those that were. Differences tell of the calls
+ * between. */
+void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
+
+/* Bytes per second that num_threads threads read from `bytes` of memory each of them touched first:
+ * the best of `repeats` passes. Use several times the last-level cache. 0: no memory. */
+double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats);
+
+/* Products per second, of codes of 16 bits with bytes, that num_threads threads make by the instructions of the path in
+ * use, in registers: the best of `repeats` times, in which each of them makes `products`. Attention makes two (keys,
+ * values) for each query head, token it sees and channel; half as many again where it needs 24 bits, half as many with
+ * precision_bits 8. 0: no memory. */
+double kvedge_product_rate(int num_threads, size_t products, int repeats);
+
+#endif
