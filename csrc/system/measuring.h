@@ -1,9 +1,13 @@
-/* Counts and measurements for Python's isa_info(), tolerance_counts() and doctor; not in the C library's API. */
+/* Counts and measurements for Python's extension, which links to the library: exported, but not in its API. */
 #ifndef KVEDGE_MEASURING_H
 #define KVEDGE_MEASURING_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+#if defined(KVEDGE_EXPORTS) && defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
 
 /* Calls with a tolerance so far, in this process: blocks of values, of 16 tokens and one KV
  * head, that could have been left out, and those that were. Differences tell of the calls
@@ -19,5 +23,9 @@ double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats);
  * values) for each query head, token it sees and channel; half as many again where it needs 24 bits, half as many with
  * precision_bits 8. 0: no memory. */
 double kvedge_product_rate(int num_threads, size_t products, int repeats);
+
+#if defined(KVEDGE_EXPORTS) && defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
 
 #endif
