@@ -11,16 +11,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.extend([str(TESTS / "fuzz"), str(TESTS), str(TESTS / "helpers")])
-
 from driver import instrumented, run
+from hypothesis import settings
+from hypothesis.stateful import get_state_machine_test
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.extend([str(TESTS), str(TESTS / "helpers")])
 
 with instrumented():
     from contract import test_paged_properties, test_paged_recent
-
-from hypothesis import settings
-from hypothesis.stateful import get_state_machine_test
 
 MACHINES = [
     test_paged_properties.PagedMachine,
