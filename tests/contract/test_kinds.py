@@ -40,6 +40,14 @@ KINDS = {
     "layers that differ": {
         "layers": [{}, {"dtype": "float16", "value_dtype": "int4", "value_rotation": True}]
     },
+    "first and last tokens that differ": {
+        "layers": [{"recent": 0, "sinks": 0, "recent_dtype": None}, {"recent_dtype": "float32"}],
+        **{"recent": 9, "sinks": 2, "recent_dtype": "bfloat16"},
+    },
+    "runs and windows that differ": {
+        "layers": [{"dtype": "kivi4", "value_dtype": "int8", "window": 40}, {"recent": 9}],
+        **{"dtype": "float16", "value_dtype": "kivi8"},
+    },
     "shapes that differ": {
         "layers": [{"head_dim": 40, "window": 9}, {"num_kv_heads": 4, "value_head_dim": 32}],
         "key_offset": "auto",

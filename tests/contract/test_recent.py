@@ -12,7 +12,6 @@ from helpers.precise import (
     HEADS,
     PartsMachine,
     bits,
-    cache_bits,
     cache_of,
     layer_of,
     read,
@@ -244,8 +243,7 @@ def test_ranges_take_them_along():
     assert len(plain) == 85
 
 
-def test_layers_of_a_cache_may_differ(tmp_path):
-    pytest.importorskip("safetensors")
+def test_layers_of_a_cache_may_differ():
     layers = [
         {},
         {"recent": 0, "sinks": 0, "recent_dtype": None},
@@ -264,11 +262,6 @@ def test_layers_of_a_cache_may_differ(tmp_path):
         "bfloat16",
         "float32",
     ]
-    for i in range(4):
-        cache.append(i, *rows(24, 100))
-    cache.advance(100)
-    cache.save(tmp_path / "cache")
-    assert cache_bits(KVCache.load(tmp_path / "cache")) == cache_bits(cache)
 
 
 # ---- anything in any order ----

@@ -432,30 +432,6 @@ def test_tokens_are_put_in_place_of_no_part_of_a_run(start):
     assert cache_bits(cache) == before
 
 
-def test_layers_of_a_cache_may_differ(tmp_path):
-    pytest.importorskip("safetensors")
-    layers = [
-        {},
-        {"dtype": "kivi8", "recent": 9},
-        {"window": 40, "dtype": "kivi4"},
-        {"dtype": "float32"},
-        {"dtype": "kivi4", "value_dtype": "int8", "window": 50},
-        {"value_dtype": "kivi2"},
-        {"dtype": "float16", "value_dtype": "kivi8", "recent": 9},
-    ]
-    cache = KVCache(7, HEADS, DIM, dtype="int8", key_scale="auto", layers=layers)
-    for i in range(7):
-        for t in range(100):
-            cache.append(i, *rows(24 + t, 1))
-    cache.advance(100)
-    cache.save(tmp_path / "cache")
-    other = KVCache.load(tmp_path / "cache")
-    assert cache_bits(other) == cache_bits(cache)
-    for each, i in ((each, i) for each in (cache, other) for i in range(7)):
-        each.append(i, *rows(300, 40))
-    assert cache_bits(other) == cache_bits(cache)
-
-
 def test_files_that_make_no_runs_are_refused(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     from safetensors import safe_open
