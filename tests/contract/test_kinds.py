@@ -55,7 +55,7 @@ KINDS = {
 }
 #: What a cache of one kind says of itself.
 FACTS = ("dtype", "value_dtype", "group_size", "scale_dtype", "value_rotation", "value_head_dim")
-LAYER_FACTS = (*FACTS, "num_kv_heads", "head_dim", "window", "num_dropped")
+LAYER_FACTS = (*FACTS, "num_groups", "num_kv_heads", "head_dim", "window", "num_dropped")
 # Options that a pool has: it has no first tokens, and no windows.
 OF_POOLS = (
     *(*DTYPES, "groups", "pair", "rotation"),
