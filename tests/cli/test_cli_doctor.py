@@ -34,6 +34,7 @@ def results(capsys, code):
     return report, {check["name"]: check for check in report["checks"]}
 
 
+@pytest.mark.usefixtures("tries_packages")
 def test_everything_works_here(this_path_alone, capsys):
     report, checks = results(capsys, exits.OK)
     assert report["passed"] and report["version"] == kvedge.__version__ and report["machine"]

@@ -94,6 +94,7 @@ def test_a_missing_extra_comes_with_its_pip_command(monkeypatch):
 
 
 @pytest.mark.parametrize("files", [[], ["__init__.py"]], ids=["folder", "module"])
+@pytest.mark.usefixtures("tries_packages")
 def test_a_folder_of_a_packages_name_is_no_package(files, tmp_path, monkeypatch):
     (tmp_path / "kvedge_no_such_package").mkdir()
     for name in files:

@@ -1,6 +1,5 @@
 """KVCache: many layers that grow in step."""
 
-import copy
 import gc
 import os
 import pickle
@@ -528,53 +527,6 @@ def test_shift_is_all_or_nothing_over_all_layers(rng):
     cache.advance(3)
     with refuses(errors.ScaleRangeError, cache):
         cache.shift(1, rope=Rope(inv_freq=np.array([np.pi / 4])))
-
-
-# -- copies --------------------------------------------------------------------------------------
-
-COPIES = {
-    "copy()": lambda cache: cache.copy(),
-    "copy.copy": copy.copy,
-    "copy.deepcopy": copy.deepcopy,
-    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("max_seq_len", [None, 12])
-def test_a_copy_holds_the_same_and_goes_its_own_way(how, max_seq_len, dtype, rng):
-    cache = new_cache(dtype, max_seq_len=max_seq_len)
-    step(cache, rng, 5)
-    cache.append(1, *normal(rng, 2, H, D))  # pending
-    twin = COPIES[how](cache)
-    assert cache_content(twin) == cache_content(cache)
-    assert (twin.max_seq_len, twin.dtype) == (max_seq_len, dtype)
-    query = normal(rng, H, D)
-    np.testing.assert_array_equal(twin.attend(1, query), cache.attend(1, query))
-    before = cache_content(cache)
-    twin.truncate(2)
-    step(twin, rng, 6)
-    assert cache_content(cache) == before
-    before = cache_content(twin)
-    cache.clear()
-    step(cache, rng, 3)
-    assert cache_content(twin) == before
-    with refuses(errors.ReadOnlyLayerError, twin):
-        twin.layer(0).clear()
-
-
-def test_options_survive_a_copy(rng):
-    cache = KVCache(2, 2, 40, group_size=16, scale_dtype="float16", key_offset="auto")
-    step(cache, rng, 4)
-    for how in COPIES.values():
-        twin = how(cache)
-        layer = twin.layer(0)
-        assert (layer.group_size, layer.scale_dtype) == (16, cache.layer(0).scale_dtype)
-        one = normal(rng, 2, 2, 40)
-        fresh = cache.copy()
-        for each in (twin, fresh):
-            each.push_step(one, one)
-        assert cache_content(twin) == cache_content(fresh)
 
 
 def test_a_draft_that_was_rejected_is_rolled_back(dtype, rng):

@@ -347,14 +347,6 @@ def test_a_detached_snapshot_restores_to_another_cache_of_the_shape(cache, dtype
         step(other, rng, 1)
 
 
-def test_a_detached_snapshot_pickles(cache, dtype, rng):
-    step(cache, rng, 5)
-    detached = pickle.loads(pickle.dumps(cache.snapshot().detach()))
-    other = KVCache(L, H, D, dtype=dtype)
-    other.restore(detached)
-    assert cache_content(other) == cache_content(cache)
-
-
 def test_pickles_of_versions_with_fewer_fields_open(cache, rng, monkeypatch):
     step(cache, rng, 5)
     state = LayerContents.__getstate__
@@ -380,60 +372,12 @@ def test_an_attached_snapshot_does_not_pickle_into_a_foreign_cache(cache, rng):
         twin.restore(again)
 
 
-KINDS = {
-    "offset": {"key_offset": "auto"},
-    "scale": {"key_scale": "auto", "group_size": 4},
-    "float16 scales": {"scale_dtype": "float16", "value_dtype": "int4"},
-    "first and last": {"sinks": 2, "recent": 3},
-    "windows": {"window": [4, None], "value_head_dim": 16},
-    "runs": {"dtype": "kivi4", "recent": 5},
-}
-
-
 def check_decoded(snapshot, keys, values):
     assert snapshot.seq_len == snapshot.length == len(snapshot)
     for got, expected in ((snapshot.keys, keys), (snapshot.values, values)):
         assert [rows.dtype for rows in got] == [np.float32] * L
         for rows, wanted in zip(got, expected, strict=True):
             np.testing.assert_array_equal(rows, wanted)
-
-
-def written(cache):
-    """A snapshot's mark, itself detached, and what was written and read again."""
-    mark = cache.snapshot()
-    detached = mark.detach()
-    pickled = pickle.loads(pickle.dumps(detached))
-    found = [KvCacheSnapshot.from_bytes(one.to_bytes()) for one in (mark, detached, pickled)]
-    assert all(one.is_detached for one in found)
-    return [mark, detached, pickled, *found]
-
-
-def check_snapshots_of(cache, rng, width=D):
-    kv = normal(rng, L, 39, H, D), normal(rng, L, 39, H, width)
-    for i in range(L):
-        cache.append(i, kv[0][i], kv[1][i])
-    cache.advance(39)
-    keys = [np.array(cache.k(i)) for i in range(L)]
-    values = [np.array(cache.v(i)) for i in range(L)]
-    content = cache_content(cache)
-    snapshots = written(cache)
-    for one in snapshots:
-        check_decoded(one, keys, values)
-    for one in snapshots[1:]:
-        other = cache.copy()
-        other.clear()
-        other.restore(one)
-        assert cache_content(other) == content
-        assert one.to_bytes() == snapshots[1].to_bytes()
-
-
-def test_a_snapshot_tells_its_keys_and_values_and_is_written_and_read(dtype, rng):
-    check_snapshots_of(KVCache(L, H, D, dtype=dtype), rng)
-
-
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_a_snapshot_of_any_cache_is_written_and_read(options, rng):
-    check_snapshots_of(KVCache(L, H, D, **options), rng, options.get("value_head_dim", D))
 
 
 def test_a_mark_tells_what_it_marks_and_not_what_came_after(cache, rng):

@@ -9,18 +9,14 @@ import numpy as np
 import pytest
 from support import cache_content, content, normal
 
-from kvedge import KvBlockPool, KVCache, KvCacheSnapshot, PagedKvCache
+from kvedge import KvBlockPool, KVCache, KvCacheSnapshot, PagedKvCache, errors
+from kvedge.core.formats import DTYPES
 
 LAYERS, HEADS, D = 2, 2, 64
 SCALE = np.exp2(np.linspace(-2, 2, LAYERS * HEADS * D)).astype(np.float32).reshape(-1, HEADS, D)
 #: Options of a KVCache: formats, pairs of them, widths, rotations, maps of keys, windows, parts.
 KINDS = {
-    "int8": {},
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "fp8_e5m2": {"dtype": "fp8_e5m2"},
-    "q8_0": {"dtype": "q8_0"},
-    "kivi4": {"dtype": "kivi4"},
+    **{name: {"dtype": name} for name in DTYPES},
     "limit": {"max_seq_len": 200},
     "groups": {"group_size": 24, "scale_dtype": "float16"},
     "pair": {"dtype": "fp8_e4m3", "value_dtype": "int8"},
@@ -44,6 +40,14 @@ KINDS = {
     "layers that differ": {
         "layers": [{}, {"dtype": "float16", "value_dtype": "int4", "value_rotation": True}]
     },
+    "first and last tokens that differ": {
+        "layers": [{"recent": 0, "sinks": 0, "recent_dtype": None}, {"recent_dtype": "float32"}],
+        **{"recent": 9, "sinks": 2, "recent_dtype": "bfloat16"},
+    },
+    "runs and windows that differ": {
+        "layers": [{"dtype": "kivi4", "value_dtype": "int8", "window": 40}, {"recent": 9}],
+        **{"dtype": "float16", "value_dtype": "kivi8"},
+    },
     "shapes that differ": {
         "layers": [{"head_dim": 40, "window": 9}, {"num_kv_heads": 4, "value_head_dim": 32}],
         "key_offset": "auto",
@@ -51,10 +55,10 @@ KINDS = {
 }
 #: What a cache of one kind says of itself.
 FACTS = ("dtype", "value_dtype", "group_size", "scale_dtype", "value_rotation", "value_head_dim")
-LAYER_FACTS = (*FACTS, "num_kv_heads", "head_dim", "window", "num_dropped")
+LAYER_FACTS = (*FACTS, "num_groups", "num_kv_heads", "head_dim", "window", "num_dropped")
 # Options that a pool has: it has no first tokens, and no windows.
 OF_POOLS = (
-    *("int8", "float32", "bfloat16", "fp8_e5m2", "q8_0", "kivi4", "groups", "pair", "rotation"),
+    *(*DTYPES, "groups", "pair", "rotation"),
     *("float32 keys", "runs and rows", "narrow values", "wide values", "rotated runs"),
     *("key scale", "key scale of float16"),
 )
@@ -136,7 +140,10 @@ def test_the_second_cache_is_as_the_first_and_goes_on_alike(kind, tokens, way, t
     before = cache_content(cache)
     other = WAYS[way](cache, kind, tmp_path / "cache")
     assert_same(cache, other)
+    with pytest.raises(errors.ReadOnlyLayerError):
+        other.layer(0).clear()
     for each in (other, cache):
+        assert cache_content(each) == before  # whatever was done to the other
         if tokens and way in COPIES:
             each.advance(2)
         again = np.random.default_rng(3)
@@ -150,24 +157,51 @@ def test_the_second_cache_is_as_the_first_and_goes_on_alike(kind, tokens, way, t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [9, 70])
+@pytest.mark.parametrize("tokens", [0, 9, 70])
 def test_a_layer_alone_is_copied_and_goes_on_alike(kind, tokens, rng):
     cache = new_cache(kind)
-    feed(cache, rng, tokens - 1)
-    feed(cache, rng, 1)
+    if tokens:
+        feed(cache, rng, tokens - 1)
+        feed(cache, rng, 1)
     for i in range(LAYERS):
         one = cache.layer(i)
         others = [one.copy(), copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))]
-        shape = (20, one.num_kv_heads)
+        shape = (
+            100 if kind == "limit" else 300,
+            one.num_kv_heads,
+        )  # 300: more than it has room for
         rows = normal(rng, *shape, one.head_dim), normal(rng, *shape, one.value_head_dim)
+        before = content(one)
         for other in others:
-            assert content(other) == content(one)
+            assert type(other) is type(one)
+            assert content(other) == before
             other.extend(*rows)
+        assert content(one) == before
         cache.append(i, *rows)
         for other in others:
             assert content(other) == content(one)
             for name in LAYER_FACTS:
                 assert getattr(other, name) == getattr(one, name), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [0, 9, 70])
+def test_a_snapshot_tells_its_keys_and_values_and_is_written_and_read(kind, tokens, rng):
+    pytest.importorskip("safetensors")
+    cache = new_cache(kind)
+    feed(cache, rng, tokens)
+    mark = cache.snapshot()
+    detached = mark.detach()
+    pickled = pickle.loads(pickle.dumps(detached))
+    read = [KvCacheSnapshot.from_bytes(each.to_bytes()) for each in (mark, detached, pickled)]
+    for snapshot in (mark, detached, pickled, *read):
+        assert snapshot.is_detached == (snapshot is not mark)
+        assert snapshot.seq_len == snapshot.length == len(snapshot) == tokens
+        assert snapshot.to_bytes() == detached.to_bytes()
+        for i in range(LAYERS):
+            for got, wanted in ((snapshot.keys[i], cache.k(i)), (snapshot.values[i], cache.v(i))):
+                assert got.dtype == np.float32
+                np.testing.assert_array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -317,47 +317,6 @@ COPIES = {
     "old-pickle": lambda layer: pickle.loads(pickle.dumps(layer, protocol=2)),
 }
 
-FACTS = [
-    "capacity",
-    "dtype",
-    "group_size",
-    "head_dim",
-    "num_groups",
-    "num_kv_heads",
-    "scale_dtype",
-]
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_holds_the_same_and_goes_its_own_way(layer, how, rng):
-    twin = COPIES[how](layer)
-    assert type(twin) is type(layer)
-    assert [getattr(twin, fact) for fact in FACTS] == [getattr(layer, fact) for fact in FACTS]
-    assert content(twin) == content(layer)
-    query = normal(rng, H, D)
-    np.testing.assert_array_equal(twin.attend(query), layer.attend(query))
-
-    before = content(layer)
-    twin.push(*normal(rng, 2, H, D))
-    twin.truncate(3)
-    twin.extend(*normal(rng, 2, 17, H, D))
-    assert content(layer) == before
-    before = content(twin)
-    layer.clear()
-    layer.push(*normal(rng, 2, H, D))
-    assert content(twin) == before
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("how", COPIES)
-def test_an_empty_layer_can_be_copied(new_layer, how, rng):
-    layer = new_layer(4)
-    twin = COPIES[how](layer)
-    kv = normal(rng, 2, 2, H, D)
-    layer.extend(*kv)
-    twin.extend(*kv)
-    assert content(twin) == content(layer)
-
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_thaws_its_automatic_offset_like_the_original(how, rng):

@@ -1,6 +1,5 @@
 """Layers that grow, and layers whose first tokens are dropped."""
 
-import copy
 import pickle
 
 import numpy as np
@@ -77,16 +76,6 @@ def test_a_growing_layer_says_so(layer_class):
         layer_class()
     with refuses(errors.InvalidArgumentError, match="head_dim"):
         layer_class(None, H)
-
-
-def test_copies_of_a_growing_layer_grow(layer_class, rng):
-    rows = normal(rng, 2, 300, H, D)
-    layer = layer_class(None, H, D)
-    layer.extend(*rows[:, :200])
-    for other in (layer.copy(), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        other.extend(*rows[:, 200:])
-        assert_holds(other, rows, rng)
-    assert len(layer) == 200
 
 
 def test_views_taken_before_growth_stay_as_they_were_in_a_layer(layer_class, rng):

@@ -7,6 +7,7 @@ counted, shared, copied before they are written and given back.
 
 import contextlib
 import itertools
+import zlib
 from collections import Counter
 
 import numpy as np
@@ -651,6 +652,26 @@ class RecentMachine(RuleBasedStateMachine):
             self.models[self.cache.from_kv_cache(self.cache.to_kv_cache(seq))] = list(
                 self.models[seq]
             )
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data())
+    def register(self, data):
+        seq = data.draw(st.sampled_from(sorted(self.models)))
+        self.cache.register(seq, self.ids_of(seq))
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data())
+    def match_prefix(self, data):
+        """Tokens that are found are read as the pool stores them."""
+        seq = data.draw(st.sampled_from(sorted(self.models)))
+        twin, n = self.cache.match_prefix(self.ids_of(seq))
+        assert n % self.cache.pool.block_size == 0
+        most_anew = max(anew for _, _, anew in self.models.values())
+        self.models[twin] = [self.models[seq][0][:, :, :n], n, most_anew]
+
+    def ids_of(self, seq):
+        tokens = self.models[seq][0]
+        return [zlib.crc32(tokens[:, :, t].tobytes()) for t in range(tokens.shape[2])]
 
     @invariant()
     def holds_them(self):

@@ -6,7 +6,20 @@ import pickle
 
 import numpy as np
 import pytest
-from helpers.precise import DIM, HEADS, bits, cache_bits, cache_of, layer_of, rows
+from helpers.precise import (
+    ATTENDS,
+    BESIDE_ROWS,
+    DIM,
+    DRAFT,
+    HEADS,
+    bits,
+    cache_bits,
+    cache_of,
+    layer_of,
+    read_by,
+    rows,
+)
+from helpers.reference import attention
 
 from kvedge import (
     KvBlockPool,
@@ -17,6 +30,7 @@ from kvedge import (
     attend_batch,
     errors,
 )
+from kvedge.core.formats import DTYPES
 
 RECENT = {"dtype": "int4", "recent": 12, "sinks": 3}
 KINDS = [
@@ -34,6 +48,81 @@ KINDS = [
     {"dtype": "fp8_e5m2", "value_dtype": "kivi8", "key_scale": "auto", "recent": 40},
 ]
 kinds = pytest.mark.parametrize("options", KINDS, ids=str)
+
+
+@pytest.mark.parametrize("dtype", [*(name for name in DTYPES if name != "q8_0"), *BESIDE_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 7, 190])
+@pytest.mark.parametrize("options", ATTENDS, ids=str)
+def test_attention_is_that_over_what_is_read(dtype, num_rows, options):
+    layer, tokens = layer_of(dtype, recent=20, sinks=5), rows(3, 190)
+    layer.extend(*tokens)
+    by_rows = read_by(layer, tokens, num_rows)
+    query = rows(4, num_rows)[0].repeat(2, axis=1)
+    mask = np.random.default_rng(5).random((4, num_rows, 190)) < 0.8
+    for more in (
+        {},
+        {"alibi_slopes": np.array([0.1, -0.2, 0.0, 0.3], np.float32)},
+        {"sink_logits": np.array([0.5, -2, 3, 0], np.float32)},
+        {"mask": mask},
+        {"mask": np.random.default_rng(6).standard_normal(mask.shape).astype(np.float32)},
+    ):
+        given = {**options, **more}
+        out, lse = layer.attend(query, return_lse=True, **given)
+        given.pop("precision_bits", None)
+        wanted, wanted_lse = attention(query, *by_rows, **given)
+        np.testing.assert_allclose(out, wanted, atol=2e-4 * np.abs(wanted).max())
+        np.testing.assert_allclose(lse, wanted_lse, atol=5e-4)
+    one_row = layer.attend(query[-1:], **options)[0]
+    np.testing.assert_array_equal(layer.attend(query[-1], **options), one_row)
+    wanted = DIM**-0.5 * np.einsum("hd,thd->ht", query[-1], layer.keys().repeat(2, axis=1))
+    np.testing.assert_allclose(layer.scores(query[-1]), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "most"),
+    [
+        ("int8", {"recent": 16}, DRAFT),
+        # Rows with first tokens: 63 or 64 tokens at length 17 or 18 change attention's last digit.
+        ("int8", {"recent": 16, "sinks": 2}, DRAFT - 2),
+        ("int4", {"recent": 16, "sinks": 2}, DRAFT - 2),
+        ("kivi4", {}, DRAFT),
+        ("kivi4", {"recent": 16, "sinks": 2}, DRAFT),
+        ("kivi4", {"recent": 90}, DRAFT),
+        ("kivi4/int8", {}, DRAFT),
+        ("int8/kivi4", {"recent": 16, "sinks": 2}, DRAFT),
+    ],
+)
+def test_a_rejected_draft_leaves_no_trace(dtype, options, most):
+    """At every length, of every number of tokens up to `most`, one by one or at once."""
+    tokens, draft = rows(9, 150), rows(10, DRAFT)
+    layer = layer_of(dtype, **options)
+    for n in range(1, 150):
+        layer.push(*tokens[:, n - 1])
+        before = bits(layer)
+        for count in {n % most + 1, (7 * n) % most + 1, most}:
+            if n % 3:
+                layer.extend(*draft[:, :count])
+            else:
+                for t in range(count):
+                    layer.push(*draft[:, t])
+            layer.truncate(n)
+            assert bits(layer) == before, (n, count)
+    never = layer_of(dtype, **options)
+    never.extend(*tokens[:, :149])
+    assert bits(layer) == bits(never)
+
+
+@pytest.mark.parametrize("dtype", [*(name for name in DTYPES if name != "q8_0"), *BESIDE_ROWS])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_stored_bytes_do_not_depend_on_how_tokens_come(dtype, sinks, rng):
+    for most in (5, 40, 90, 150):
+        cuts = np.cumsum(rng.integers(1, most + 1, 8))
+        tokens = rows(40, cuts[-1])
+        parts, whole = (layer_of(dtype, recent=10, sinks=sinks) for _ in range(2))
+        for start, stop in zip([0, *cuts], cuts, strict=False):
+            parts.extend(*tokens[:, start:stop])
+        whole.extend(*tokens)
+        assert bits(parts) == bits(whole)
 
 
 @kinds

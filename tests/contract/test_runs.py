@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.precise import (
-    ATTENDS,
+    BESIDE_ROWS,
     DIM,
-    DRAFT,
     HEADS,
     PartsMachine,
     bits,
@@ -20,11 +19,10 @@ from helpers.precise import (
     cache_of,
     layer_of,
     read,
-    read_by,
     rows,
 )
 from helpers.reference import attention
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 from support import read_positions_beside, rows_of_positions
@@ -39,20 +37,17 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
 RUN = 32
 BITS = {"kivi2": 2, "kivi4": 4, "kivi8": 8}
 CLASSES = {"kivi2": kvedge.Kivi2KvLayer, "kivi4": kvedge.Kivi4KvLayer, "kivi8": kvedge.Kivi8KvLayer}
-# Keys and values: one side in runs, the other in rows beside them.
-BESIDE_ROWS = ["kivi4/int8", "kivi2/float32", "int8/kivi4", "fp8_e4m3/kivi8", "int4/kivi2"]
 EIGHT_BITS = ["kivi8", "kivi8/int8", "int8/kivi8"]
 
 
 def options_of(dtype, **options):
-    """Of a layer of a format, or of two: "kivi4/int8"."""
+    """Of a cache of a format, or of two: "kivi4/int8"."""
     keys, _, values = dtype.partition("/")
     return {"dtype": keys, **({"value_dtype": values} if values else {}), **options}
 
 
 def new_layer(dtype="kivi4", **options):
-    given = options_of(dtype, **options)
-    return layer_of(given.pop("dtype"), **given)
+    return layer_of(dtype, **options)
 
 
 # ---- the reference: written from the formula, a group at a time ----
@@ -228,57 +223,6 @@ def test_keys_beside_runs_of_values_have_a_scale_and_an_offset(keys, recent_dtyp
     np.testing.assert_allclose(layer.keys(), tokens[0], atol=size)
 
 
-@pytest.mark.parametrize("dtype", [*CLASSES, *BESIDE_ROWS])
-@pytest.mark.parametrize("num_rows", [1, 7, 190])
-@pytest.mark.parametrize("options", ATTENDS)
-def test_attention_is_that_over_what_is_read(dtype, num_rows, options):
-    layer, tokens = new_layer(dtype, recent=20, sinks=5), rows(3, 190)
-    layer.extend(*tokens)
-    by_rows = read_by(layer, tokens, num_rows)
-    query = rows(4, num_rows)[0].repeat(2, axis=1)
-    mask = np.random.default_rng(5).random((4, num_rows, 190)) < 0.8
-    slopes = np.array([0.1, -0.2, 0.0, 0.3], np.float32)
-    learned = np.array([0.5, -2, 3, 0], np.float32)
-    for more in ({}, {"alibi_slopes": slopes}, {"sink_logits": learned}, {"mask": mask}):
-        given_options = {**options, **more}
-        out, lse = layer.attend(query, return_lse=True, **given_options)
-        wanted, wanted_lse = attention(query, *by_rows, **given_options)
-        np.testing.assert_allclose(out, wanted, atol=2e-4 * np.abs(wanted).max())
-        np.testing.assert_allclose(lse, wanted_lse, atol=5e-4)
-    wanted = 24**-0.5 * np.einsum("hd,thd->ht", query[-1], layer.keys().repeat(2, axis=1))
-    np.testing.assert_allclose(layer.scores(query[-1]), wanted, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"recent": 16, "sinks": 2},
-        {"recent": 90},
-        {"dtype": "kivi4/int8"},
-        {"dtype": "int8/kivi4", "recent": 16, "sinks": 2},
-    ],
-)
-def test_a_rejected_draft_leaves_no_trace(options):
-    """At every position of a run, of every number of tokens up to 64, one by one or at once."""
-    tokens, draft = rows(9, 130), rows(10, DRAFT)
-    layer = new_layer(**options)
-    for n in range(1, 130):
-        layer.push(*tokens[:, n - 1])
-        before = bits(layer)
-        for count in {n % DRAFT + 1, (7 * n) % DRAFT + 1, DRAFT}:
-            if n % 3:
-                layer.extend(*draft[:, :count])
-            else:
-                for t in range(count):
-                    layer.push(*draft[:, t])
-            layer.truncate(n)
-            assert bits(layer) == before, (n, count)
-    never = new_layer(**options)
-    never.extend(*tokens[:, :129])
-    assert bits(layer) == bits(never)
-
-
 @pytest.mark.parametrize("start", [0, 45])
 def test_a_long_prompt_takes_little_room_besides(start):
     """Runs are encoded in pieces, in a cache and in a pool."""
@@ -302,21 +246,6 @@ def test_a_long_prompt_takes_little_room_besides(start):
     cache.advance(20_000), paged.advance(seq, 20_000)
     np.testing.assert_array_equal(cache.k(0), paged.k(seq, 0))
     np.testing.assert_array_equal(cache.v(0), paged.v(seq, 0))
-
-
-@given(
-    cuts=st.lists(st.integers(1, 150), min_size=1, max_size=8),
-    dtype=st.sampled_from([*CLASSES, *BESIDE_ROWS]),
-)
-def test_stored_bytes_do_not_depend_on_how_tokens_come(cuts, dtype):
-    tokens = rows(40, sum(cuts))
-    pieces, whole = new_layer(dtype, recent=5), new_layer(dtype, recent=5)
-    start = 0
-    for n in cuts:
-        pieces.extend(*tokens[:, start : start + n])
-        start += n
-    whole.extend(*tokens)
-    assert bits(pieces) == bits(whole)
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 95, 96, 100, 200])
@@ -503,29 +432,6 @@ def test_tokens_are_put_in_place_of_no_part_of_a_run(start):
     with pytest.raises(errors.InvalidArgumentError, match="multiple of 32"):
         cache.inject(other, start=start if start != 200 else 192)
     assert cache_bits(cache) == before
-
-
-def test_layers_of_a_cache_may_differ(tmp_path):
-    layers = [
-        {},
-        {"dtype": "kivi8", "recent": 9},
-        {"window": 40, "dtype": "kivi4"},
-        {"dtype": "float32"},
-        {"dtype": "kivi4", "value_dtype": "int8", "window": 50},
-        {"value_dtype": "kivi2"},
-        {"dtype": "float16", "value_dtype": "kivi8", "recent": 9},
-    ]
-    cache = KVCache(7, HEADS, DIM, dtype="int8", key_scale="auto", layers=layers)
-    for i in range(7):
-        for t in range(100):
-            cache.append(i, *rows(24 + t, 1))
-    cache.advance(100)
-    cache.save(tmp_path / "cache")
-    other = KVCache.load(tmp_path / "cache")
-    assert cache_bits(other) == cache_bits(cache)
-    for each, i in ((each, i) for each in (cache, other) for i in range(7)):
-        each.append(i, *rows(300, 40))
-    assert cache_bits(other) == cache_bits(cache)
 
 
 def test_files_that_make_no_runs_are_refused(tmp_path):

@@ -15,7 +15,7 @@ from support import (
     stored,
 )
 
-from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, errors, merge_attention
+from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, errors
 from kvedge.core.formats import FORMATS
 
 #: (head_dim, value_head_dim): the two forms of DeepSeek, ends of the range, tails of every kernel.
@@ -198,15 +198,6 @@ def test_an_out_over_what_is_read_is_refused(layer_class, rng):
         wide.attend(query, out=room[80:112].reshape(2, 16))
 
 
-def test_a_refused_append_changes_nothing_whichever_side_is_at_fault(layer_class, rng):
-    layer = filled(layer_class, rng, 3, 2, 3, capacity=6000, value_head_dim=500)
-    for side in (0, 1):
-        rows = [normal(rng, 2000, 2, 3), normal(rng, 2000, 2, 500)]
-        rows[side][1999, 1, -1] = np.inf
-        with refuses(errors.NonFiniteInputError, layer, ["keys", "values"][side : side + 1]):
-            layer.extend(*rows)
-
-
 def test_editing_keeps_both_sides_in_step(layer_class, rng):
     head_dim, value_head_dim = 40, 24
     layer = filled(layer_class, rng, 20, 2, head_dim, value_head_dim=value_head_dim)
@@ -219,28 +210,6 @@ def test_editing_keeps_both_sides_in_step(layer_class, rng):
     assert layer.value_codes.tobytes() == before
     turned = reference.rotate(keys[[0, 3, 4, 19]], -3)
     np.testing.assert_allclose(layer.keys(), turned, atol=STORAGE_ERROR[layer.dtype])
-
-
-def test_parts_of_a_context_merge_into_the_whole(layer_class, rng):
-    whole = filled(layer_class, rng, 90, 2, 24, value_head_dim=72)
-    keys, values, query = whole.keys(), whole.values(), normal(rng, 3, 4, 24)
-    parts = []
-    for at in (slice(0, 50), slice(50, 90)):
-        part = layer_class(50, 2, 24, value_head_dim=72)
-        part.extend(keys[at], values[at])
-        parts.append(part.attend(query, causal=at.stop == 90, return_lse=True, precision_bits=24))
-    merged = merge_attention(*zip(*parts, strict=True))
-    assert merged.shape == (3, 4, 72)
-    assert_attention_close(merged, whole.attend(query, precision_bits=24).astype(np.float64), 1e-2)
-
-
-def test_any_number_of_threads_gives_the_same_bits(layer_class, rng):
-    for head_dim, value_head_dim in ((192, 128), (8, 320)):
-        layer = filled(layer_class, rng, 3000, 4, head_dim, value_head_dim=value_head_dim)
-        for query in (normal(rng, 4, head_dim), normal(rng, 70, 8, head_dim)):
-            one = layer.attend(query, num_threads=1)
-            for threads in (2, 3):
-                np.testing.assert_array_equal(layer.attend(query, num_threads=threads), one)
 
 
 # ---- a cache -------------------------------------------------------------------------------------

@@ -14,14 +14,17 @@ from kvedge.core.formats import IN_RUNS
 
 HEADS, DIM = 2, 24
 DRAFT = 64  # tokens that may be taken back without a trace
+# Keys and values: one side in runs, the other in rows beside them.
+BESIDE_ROWS = ["kivi4/int8", "kivi2/float32", "int8/kivi4", "fp8_e4m3/kivi8", "int4/kivi2"]
 # Options of attend, each of which sees other tokens, or sees them otherwise, of 190.
 ATTENDS = [
     {},
     {"window": 45},
+    {"window": 3},
     {"window": 9, "sink_tokens": 37},
     {"start": 45, "sink_tokens": 3, "window": 30},
     {"start": 189},
-    {"softcap": 2.0},
+    {"softcap": 2.0, "precision_bits": 24},
     {"causal": False, "scale": -0.3},
 ]
 
@@ -33,7 +36,11 @@ def rows(seed, tokens, dim=DIM, size=1.0):
 
 
 def layer_of(dtype, **options):
-    return KVCache._layer_types[dtype](None, HEADS, DIM, **options)
+    """A layer of a format, or of two: "kivi4/int8"."""
+    keys, _, values = dtype.partition("/")
+    if values:
+        options["value_dtype"] = values
+    return KVCache._layer_types[keys](None, HEADS, DIM, **options)
 
 
 def read(layer):
