@@ -66,14 +66,17 @@ def last_flags():
 
 
 def names_in_package():
-    """Each function of kvedge.h, and the name by which the extension calls it.
+    """Each function that the extension calls, and the name by which it does so.
 
     The dynamic linker looks a name up in the program and in LD_PRELOAD's libraries first. So that
     the extension meets its own library where these have another libkvedge, that library has each
     function by a second name, which no other has.
     """
-    header = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/kvedge.h").read_text(), flags=re.DOTALL)
-    names = re.findall(r"^[a-z][\w ]*?[ *](kvedge_\w+)\(", header, flags=re.MULTILINE)
+    headers = "".join(
+        (ROOT / "csrc" / name).read_text() for name in ("kvedge.h", "system/measuring.h")
+    )
+    code = re.sub(r"/\*.*?\*/", "", headers, flags=re.DOTALL)
+    names = re.findall(r"^[a-z][\w ]*?[ *](kvedge_\w+)\(", code, flags=re.MULTILINE)
     return {name: f"{name}_in_package" for name in names}
 
 
@@ -127,7 +130,7 @@ class OptionalBuildExt(build_ext):
             "depends": ext.depends,
         } | rest
         library = own | {
-            "macros": [*ext.define_macros, ("KVEDGE_EXPORTS", None)],
+            "macros": [*ext.define_macros, ("KVEDGE_EXPORTS", None), ("KVEDGE_FOR_PYTHON", None)],
             "include_dirs": ["csrc"],
             "extra_postargs": ext.extra_compile_args,
         }
@@ -136,7 +139,7 @@ class OptionalBuildExt(build_ext):
         fast |= {s for s in sources if s.endswith(("/kivi.c", "/rotation.c"))}
         least = {"extra_postargs": ["-Os" if w == "-O3" else w for w in ext.extra_compile_args]}
         small = {s for s in sources if "/session/" in s}
-        for name in ("store/ranges", "store/edit", "store/blocks", "formats/grids", "system/"):
+        for name in ("store/ranges", "store/edit", "formats/grids", "system/"):
             small |= {s for s in sources if name in s}
         for name in ("attention.c", "call", "parts", "rows", "skip"):
             small |= {s for s in sources if f"/attention/{name}" in s}

@@ -1,11 +1,12 @@
-/* Counts and measurements for Python's extension, which links to the library: exported, but not in its API. */
+/* Counts and measurements for Python's extension. They are not in the library's API: only the library in Python's package,
+ * which the extension links to, exports them. */
 #ifndef KVEDGE_MEASURING_H
 #define KVEDGE_MEASURING_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#if defined(KVEDGE_EXPORTS) && defined(__GNUC__)
+#if defined(KVEDGE_FOR_PYTHON) && defined(__GNUC__)
 #pragma GCC visibility push(default)
 #endif
 
@@ -24,7 +25,7 @@ double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats);
  * precision_bits 8. 0: no memory. */
 double kvedge_product_rate(int num_threads, size_t products, int repeats);
 
-#if defined(KVEDGE_EXPORTS) && defined(__GNUC__)
+#if defined(KVEDGE_FOR_PYTHON) && defined(__GNUC__)
 #pragma GCC visibility pop
 #endif
 
