@@ -151,6 +151,26 @@ class Eviction:
             f"eviction must be an Eviction, or its text, not {checks.describe(value)}"
         )
 
+    @classmethod
+    def saved(cls, text: str) -> Eviction:
+        """Read what a file has: "heavy" of earlier versions is "snapkv" of the same budget now."""
+        method, _, rest = text.partition(":")
+        options = [option for option in rest.split(",") if not option.startswith("every=")]
+        if method == "heavy":
+            method = "snapkv"
+            budget = dict(option.partition("=")[::2] for option in options).get("tokens", "")
+            if (
+                budget.isdecimal()
+            ):  # which may not hold as many last queries as there are by default
+                options.append(f"window={max(1, min(cls.window, int(budget) // 4))}")
+        return cls.parse(f"{method}:{','.join(options)}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be what was pickled, by an earlier version too: as :meth:`saved`."""
+        known = (f"{name}={value}" for name, value in state.items() if value is not None)
+        options = (option for option in known if not option.startswith("method="))
+        vars(self).update(vars(self.saved(f"{state['method']}:{','.join(options)}")))
+
     def __str__(self) -> str:
         """As :meth:`parse` reads it."""
         options = [
@@ -244,6 +264,10 @@ class Attended:
     def __deepcopy__(self, memo: dict[int, Any]) -> Attended:
         """As :meth:`copy`."""
         return self.copy()
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Be what was pickled; earlier versions had sums of former queries besides."""
+        self.eviction, self._queries = state[1]["eviction"], state[1]["_queries"]
 
     def clear(self) -> None:
         """Know of no query."""
@@ -411,18 +435,6 @@ def _pooled(mass: np.ndarray, width: int) -> np.ndarray:
     return np.asarray(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1))
 
 
-def _of_earlier_versions(text: str) -> Eviction:
-    """An eviction of a file: "heavy" of earlier versions is "snapkv" with the same budget now."""
-    method, _, options = text.partition(":")
-    if method == "heavy":
-        fields = dict(option.split("=") for option in options.split(","))
-        fields.pop("every", None)
-        if "tokens" in fields:  # by default fewer last queries than that budget may hold
-            fields["window"] = str(max(1, min(32, int(fields["tokens"]) // 4)))
-        text = "snapkv:" + ",".join(f"{name}={value}" for name, value in fields.items())
-    return Eviction.parse(text)
-
-
 class CacheEviction:
     """The eviction of all layers of a :class:`kvedge.KVCache`, by their numbers."""
 
@@ -501,15 +513,15 @@ class CacheEviction:
             It is none of these; also InvalidArgumentError.
         """
         fields = json.loads(text)
-        eviction = cls(_of_earlier_versions(fields["eviction"]), numbered)
-        eviction.in_prompt = bool(fields["in_prompt"])
+        found = cls(Eviction.saved(fields["eviction"]), numbered)
+        found.in_prompt = bool(fields["in_prompt"])
         for number, store in numbered:
-            if number in eviction.of_layers:
+            if number in found.of_layers:
                 data = base64.b64decode(fields["layers"][str(number)], validate=True)
                 with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                    noted = Attended.of_arrays(eviction.eviction, dict(arrays), store)
-                eviction.of_layers[number] = noted
-        return eviction
+                    noted = Attended.of_arrays(found.eviction, dict(arrays), store)
+                found.of_layers[number] = noted
+        return found
 
     # ---- evicting --------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from kvedge.core.config import MAX_LAYERS
 from kvedge.core.key_map import KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError, ShapeMismatchError
+from kvedge.eviction import Eviction
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
 from kvedge.files.replacing import check_folder, locked, remove_abandoned, replacing
 from kvedge.files.session import save as save_session
@@ -476,6 +477,8 @@ def _read(folder: str, config: Any, of: Any) -> Saved:
             )
         files = [_read_rows(folder, file, fields["conversation"]) for file in fields["files"]]
         options = dict(fields["options"])
+        if "eviction" in options:
+            options["eviction"] = Eviction.saved(options["eviction"])
         rows = [
             layer and [_row_at(files, *place) for place in layer["rows"]]
             for layer in fields["layers"]

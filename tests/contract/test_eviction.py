@@ -19,7 +19,7 @@ from kvedge.errors import (
     ShapeMismatchError,
     StaleSnapshotError,
 )
-from kvedge.eviction import CacheEviction
+from kvedge.eviction import Attended, CacheEviction
 
 HEADS, DIM, TOKENS = 2, 64, 340
 PARTS = [{}, {"recent": 16, "sinks": 40}]
@@ -327,6 +327,21 @@ def test_a_file_that_evicted_by_heavy_goes_on_with_snapkv(rng, tmp_path):
     read = CacheEviction.of_text(text, [(0, state_of(cache).store_at[0])])
     assert read.eviction == Eviction("snapkv", tokens=24, window=6)
     assert json.loads(read.as_text())["layers"] == json.loads(eviction.as_text())["layers"]
+
+
+def test_pickles_of_evictions_of_earlier_versions_come_back(rng):
+    """They had one more field, and what was noted had sums."""
+    of_all = {"tokens": 24, "num_bytes": None, "sinks": 4, "recent": None, "per": "layer"}
+    of_all |= {"window": 32, "pool": 7, "every": 2}
+    heavy, snapkv = (Eviction.__new__(Eviction) for _ in range(2))
+    heavy.__setstate__({"method": "heavy", **of_all})
+    assert heavy == Eviction("snapkv", tokens=24, per="layer", window=6)
+    snapkv.__setstate__({"method": "snapkv", **of_all, "tokens": 99})
+    assert snapkv == Eviction("snapkv", tokens=99, per="layer")
+    noted = Attended.__new__(Attended)
+    noted.__setstate__((None, {"_sums": None, "_until": 0, "_queries": [], "eviction": snapkv}))
+    assert (noted.eviction, noted.arrays) == (snapkv, {})
+    assert pickle.loads(pickle.dumps(noted)).eviction == snapkv
 
 
 def test_snapkv_lets_a_prompt_in_chunks_be_whole(rng):
