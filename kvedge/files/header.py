@@ -184,7 +184,7 @@ def _parse(
     text: str, most_tensors: Callable[[Mapping[str, str]], int]
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     is_long = len(text) > _SHORT_HEADER
-    fields: dict[str, str] = {}
+    fields: dict[str, str] | None = None
     entries: dict[str, Tensor] = {}
     at = _past("{", text, 0)
     while True:
@@ -192,14 +192,14 @@ def _parse(
         at = _past(":", text, at)
         if name in entries:
             raise ValueError(f"tensor {name[:60]!r} is there twice")
-        if name == "__metadata__" and not fields:
+        if name == "__metadata__" and fields is None:
             fields, at = _value("{", text, at)
             if not all(isinstance(value, str) for value in fields.values()):
                 raise ValueError("its metadata is not all text")
             "".join([*fields, *fields.values()]).encode()  # no half of a pair of surrogates
             if is_long and len(text) - at > most_tensors(fields) * _LONGEST_ENTRY:
                 raise ValueError("its header is too long for the tensors of such metadata")
-        elif is_long and not fields:
+        elif is_long and fields is None:
             raise ValueError("its header is long, and does not begin with metadata")
         else:
             entries[name], at = _entry(text, at)
@@ -208,7 +208,7 @@ def _parse(
         at = _past(",", text, at)
     if _SPACES.fullmatch(text, at + 1) is None:
         raise ValueError(f"its header goes on after its end, character {at}")
-    return fields, entries
+    return fields or {}, entries
 
 
 def _entry(text: str, at: int) -> tuple[Tensor, int]:

@@ -321,6 +321,7 @@ def test_foreign_files_are_refused(path, kind, mmap):
 
 CHANGES = {  # of a header, to what is no JSON or describes no tensors
     "tensor twice": (b"value_codes", b"key_codes"),
+    "metadata twice": (b'{"__metadata__":', b'{"__metadata__":{},"__metadata__":'),
     "field twice": (b'"shape":[1,1,2]', b'"shape":[1,1,2],"shape":[1,1,2]'),
     "field missing": (b'"shape":[1,1,2],', b""),
     "unknown type": (b'"I8"', b'"X8"'),
