@@ -63,7 +63,7 @@ static backend *init_backend(device *d, const char *params) {
                           0x67, 0x6d, 0x6c, 0x2d, 0x61, 0x63, 0x63, 0x01};
   (void)params;
   backend *b = calloc(BACKEND_MOST_WORDS + 2, sizeof(void *)), *inner = init_hooked(of->cpu, NULL);
-  state *s = inner ? state_of_backend(inner) : NULL;
+  hooked_backend *s = inner ? hooked_of_backend(inner) : NULL;
   if (!b || !s) {
     if (inner) of->f.ggml_backend_free(inner);
     free(b);

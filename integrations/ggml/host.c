@@ -19,14 +19,14 @@ enum { MOST_HOSTS = 8 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
 static host hosts[MOST_HOSTS];
 static int num_hosts;
-static state *hooked; /* of all backends that kvedge looks at */
+static hooked_backend *hooked; /* of all backends that kvedge looks at */
 static atomic_int is_enabled;
 
 /* ---- Backends that kvedge looks at ---------------------------------------------------------------- */
 
-state *state_of_backend(backend *b) {
+hooked_backend *hooked_of_backend(backend *b) {
   pthread_mutex_lock(&lock);
-  state *s = hooked;
+  hooked_backend *s = hooked;
   while (s && s->of_backend != b) s = s->following;
   pthread_mutex_unlock(&lock);
   return s;
@@ -34,9 +34,9 @@ state *state_of_backend(backend *b) {
 
 static void free_hooked(backend *b) {
   pthread_mutex_lock(&lock);
-  state **at = &hooked;
+  hooked_backend **at = &hooked;
   while (*at && (*at)->of_backend != b) at = &(*at)->following;
-  state *s = *at;
+  hooked_backend *s = *at;
   if (s) *at = s->following;
   pthread_mutex_unlock(&lock);
   if (!s) return; /* not possible: the slot was set with the state */
@@ -59,7 +59,7 @@ static int has_softmax_of_heads(const host *h, graph *g) {
 }
 
 /* Lets the attention nodes of a graph run on kvedge; returns how many. */
-static int replace_nodes(state *s, graph *g) {
+static int replace_nodes(hooked_backend *s, graph *g) {
   const host *h = s->of;
   const int num_nodes = h->f.ggml_graph_n_nodes(g);
   int num = 0, num_attention = 0;
@@ -74,11 +74,11 @@ static int replace_nodes(state *s, graph *g) {
       continue;
     }
     if (!grow(&s->jobs, &s->room_jobs, num + 1, sizeof *s->jobs)) break;
-    s->jobs[num++] = (job){.of = s, .node = node};
+    s->jobs[num++] = (node_job){.of = s, .node = node};
   }
   if (!num_attention && has_softmax_of_heads(h, g)) count(LEFT_NO_NODE, 1);
   for (int i = 0; i < num; i++) { /* once the jobs stay where they are */
-    job *j = &s->jobs[i];
+    node_job *j = &s->jobs[i];
     const custom_params params = {run_node, N_TASKS_MAX, j};
     memcpy(j->params, j->node->op_params, sizeof j->params);
     memset(j->node->op_params, 0, sizeof j->params);
@@ -89,7 +89,7 @@ static int replace_nodes(state *s, graph *g) {
 }
 
 static int compute_hooked(backend *b, graph *g) {
-  state *s = state_of_backend(b);
+  hooked_backend *s = hooked_of_backend(b);
   if (!s) return -1; /* not possible */
   if (!atomic_load(&is_enabled) && !s->takes_all) return s->compute(b, g);
   if (atomic_flag_test_and_set(&s->is_busy)) {
@@ -103,8 +103,8 @@ static int compute_hooked(backend *b, graph *g) {
   return status;
 }
 
-static state *hook(host *h, backend *b) {
-  state *s = calloc(1, sizeof *s);
+static hooked_backend *hook(host *h, backend *b) {
+  hooked_backend *s = calloc(1, sizeof *s);
   if (!s) return NULL;
   void **words = backend_words(b);
   s->of = h, s->of_backend = b;
@@ -294,7 +294,7 @@ static int try_out(host *h, const tiny *t, backend *b, char *why, size_t why_byt
   EXPECT(h->f.ggml_backend_graph_compute(b, t->g) == STATUS_SUCCESS, "it cannot compute");
   memcpy(expected, t->out->data, sizeof expected);
   memset(t->out->data, 0xff, sizeof expected);
-  state *s = hook(h, b);
+  hooked_backend *s = hook(h, b);
   EXPECT(s, "there is no memory");
   s->takes_all = 1;
   const long taken = counted(TAKEN);
@@ -390,7 +390,7 @@ static host *watched; /* the first that kvedge_ggml_enable took over */
 static _Atomic(void (*)(backend *, void *)) own_set_threadpool;
 
 static void set_threadpool_watched(backend *b, void *pool) {
-  if (atomic_load(&is_enabled) && !state_of_backend(b)) count(LEFT_OLDER, 1);
+  if (atomic_load(&is_enabled) && !hooked_of_backend(b)) count(LEFT_OLDER, 1);
   atomic_load (&own_set_threadpool)(b, pool);
 }
 
@@ -420,7 +420,7 @@ static int take_over(device *cpu, void *handle, char *why, size_t why_bytes) {
   atomic_store(&is_enabled, 1);
   if (cpu->init_backend != init_hooked) __atomic_store_n(&cpu->init_backend, init_hooked, __ATOMIC_SEQ_CST);
   backend *b = h->f.ggml_backend_dev_init(cpu, NULL);
-  const int works = b && state_of_backend(b);
+  const int works = b && hooked_of_backend(b);
   if (b) h->f.ggml_backend_free(b);
   if (!works) __atomic_store_n(&cpu->init_backend, h->init_backend, __ATOMIC_SEQ_CST);
   EXPECT(works, "its CPU device cannot be taken over");

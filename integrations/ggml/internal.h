@@ -42,7 +42,7 @@ const char *name_of_reason(reason why);
 /* Cells first..stop-1. */
 typedef struct {
   int64_t first, stop;
-} run;
+} cell_run;
 
 /* Query rows first..first+count-1, which see runs; each row's last run is longer by one cell than that of the row before.
  * window: and its first cell is one further, as soon as so many are seen. biased: the mask is added to the logits of the
@@ -64,7 +64,7 @@ typedef struct {
   int adds; /* other values than 0 count: all is biased (ALiBi) */
   shown *streams;
   row_group *groups;
-  run *runs;
+  cell_run *runs;
   int num_streams, num_groups, num_runs, room_streams, room_groups, room_runs;
 } seen_cells;
 
@@ -91,13 +91,13 @@ typedef struct {
 } host;
 
 /* A node that kvedge runs, while its graph is computed. */
-struct state;
+struct hooked_backend;
 typedef struct {
-  struct state *of;
+  struct hooked_backend *of;
   tensor *node;
   int32_t params[PARAM_BYTES / 4]; /* its own, whose place the custom node's have taken */
   atomic_int is_planned, next_part, num_decoded, next_slice, num_done;
-} job;
+} node_job;
 
 /* Keys or values of the node that runs: where they lie, or decoded into `room`, a part after the other. */
 typedef struct {
@@ -112,8 +112,8 @@ typedef struct {
 } side;
 
 /* What belongs to a CPU backend whose graphs kvedge looks at. */
-typedef struct state {
-  struct state *following;
+typedef struct hooked_backend {
+  struct hooked_backend *following;
   host *of;
   backend *of_backend;
   int (*compute)(backend *, graph *); /* ggml's own */
@@ -122,7 +122,7 @@ typedef struct state {
   int takes_all;   /* however small */
   backend *helper; /* a CPU backend of ggml's own, of one thread, for nodes that fall back; or NULL */
 
-  job *jobs;
+  node_job *jobs;
   seen_cells masks[4]; /* of the graph, by mask */
   int room_jobs, next_mask;
 
@@ -136,12 +136,12 @@ typedef struct state {
   kvedge_rows_segment *segments;
   float *slopes;
   int room_calls, room_options, room_segments, room_slopes;
-} state;
+} hooked_backend;
 
 /* The host of a CPU device, found, checked and tried; NULL: `why` tells what is not as expected. */
 host *host_of_device(device *cpu, void *handle, char *why, size_t why_bytes);
 backend *init_hooked(device *cpu, const char *params);
-state *state_of_backend(backend *b);
+hooked_backend *hooked_of_backend(backend *b);
 
 /* The library that an address lies in, one that has or needs ggml, so that ggml's functions are found from there; else the
  * program. */
@@ -178,6 +178,6 @@ extern const row_type row_types[NUM_ROW_TYPES];
 reason serves(const host *h, const tensor *node, int takes_all);
 void run_node(tensor *dst, int ith, int nth, void *userdata);
 /* Makes a custom node the attention node again that it was. */
-void restore_node(const job *j);
+void restore_node(const node_job *j);
 
 #endif

@@ -62,7 +62,7 @@ static int runs_of_row(seen_cells *seen, const uint16_t *m, int64_t n) {
     left -= t - first;
     if (num == MOST_RUNS_OF_ROW) return -1;
     if (!grow(&seen->runs, &seen->room_runs, seen->num_runs + num + 1, sizeof *seen->runs)) return -2;
-    seen->runs[seen->num_runs + num] = (run){first, t};
+    seen->runs[seen->num_runs + num] = (cell_run){first, t};
   }
   return num > 1 && shown / num < LEAST_RUN ? -1 : num;
 }
@@ -70,7 +70,7 @@ static int runs_of_row(seen_cells *seen, const uint16_t *m, int64_t n) {
 /* Does a row that sees `num` runs, behind those there are, go on a group? */
 static int goes_on(const seen_cells *seen, row_group *g, int num) {
   if (num == 0 || g->biased || num != g->num_runs) return 0;
-  const run *row = seen->runs + seen->num_runs, *before = seen->runs + g->first_run;
+  const cell_run *row = seen->runs + seen->num_runs, *before = seen->runs + g->first_run;
   if (row[num - 1].stop != before[num - 1].stop + 1) return 0;
   if (num > 1) { /* causal behind other runs */
     if (g->window || row[num - 1].first != before[num - 1].first) return 0;
@@ -105,7 +105,7 @@ static int group_rows(seen_cells *seen, const char *m, size_t stride) {
 
 /* All rows of a stream, with the mask added: of the cells between the first and the last that a row sees. */
 static int add_mask(seen_cells *seen, const char *m, size_t stride) {
-  run all = {seen->cells, 0};
+  cell_run all = {seen->cells, 0};
   for (int64_t row = 0; row < seen->rows; row++) {
     const uint16_t *at = (const uint16_t *)(m + (size_t)row * stride);
     int64_t first = 0, stop = seen->cells;
@@ -137,7 +137,7 @@ int look_at_mask(seen_cells *seen, const tensor *mask, int64_t rows, int64_t cel
         if (!grow(&seen->groups, &seen->room_groups, first + 1, sizeof *seen->groups)) return 0;
         if (!grow(&seen->runs, &seen->room_runs, first_run + 1, sizeof *seen->runs)) return 0;
         seen->groups[seen->num_groups++] = (row_group){0, rows, 0, first_run, 1, 1};
-        seen->runs[seen->num_runs++] = (run){0, cells};
+        seen->runs[seen->num_runs++] = (cell_run){0, cells};
       } else if (!add_mask(seen, m, mask->nb[1])) {
         return 0;
       }

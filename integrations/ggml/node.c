@@ -89,7 +89,7 @@ reason serves(const host *h, const tensor *node, int takes_all) {
 /* ---- A node becomes calls ---------------------------------------------------------------------- */
 
 /* What ggml multiplies a mask by, for each head. */
-static int make_slopes(state *s, int64_t num_heads, float max_bias) {
+static int make_slopes(hooked_backend *s, int64_t num_heads, float max_bias) {
   if (!grow(&s->slopes, &s->room_slopes, (int)num_heads, sizeof *s->slopes)) return 0;
   const uint32_t power = 1u << (uint32_t)floor(log2((double)num_heads));
   const float m0 = powf(2.0f, -max_bias / (float)power), m1 = powf(2.0f, -(max_bias / 2.0f) / (float)power);
@@ -99,7 +99,7 @@ static int make_slopes(state *s, int64_t num_heads, float max_bias) {
 }
 
 /* What the mask of a node shows, looked at once per graph; NULL: there is no memory. */
-static const seen_cells *seen_by(state *s, const tensor *node, int adds) {
+static const seen_cells *seen_by(hooked_backend *s, const tensor *node, int adds) {
   enum { MOST_MASKS = sizeof s->masks / sizeof *s->masks };
   const tensor *mask = node->src[MASK];
   const int64_t rows = node->src[QUERY]->ne[1], cells = node->src[KEYS]->ne[1];
@@ -121,7 +121,7 @@ static void clear_rows(tensor *node, int64_t stream, const row_group *g) {
 }
 
 /* A side of a node as kvedge has it; one that is decoded gets room for it. 0: there is no memory. */
-static int make_side(state *s, const tensor *t, side *of) {
+static int make_side(hooked_backend *s, const tensor *t, side *of) {
   const row_type *type = row_type_of(t);
   *of = (side){
       .rows = {.dim = (int)t->ne[0], .token_stride = (ptrdiff_t)t->nb[1], .head_stride = (ptrdiff_t)t->nb[2]},
@@ -161,9 +161,9 @@ static void decode_part(const side *of, int part) {
 }
 
 /* The call of a group of query rows; `segments` are its own. */
-static void make_call(const state *s, const tensor *node, const int32_t *params, int64_t stream, const row_group *g,
-                      const run *runs, kvedge_rows_segment *segments, kvedge_attention_options *options,
-                      kvedge_rows_call *call) {
+static void make_call(const hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream,
+                      const row_group *g, const cell_run *runs, kvedge_rows_segment *segments,
+                      kvedge_attention_options *options, kvedge_rows_call *call) {
   const tensor *q = node->src[QUERY], *k = node->src[KEYS], *mask = node->src[MASK];
   const side *keys = &s->sides[0], *values = &s->sides[1];
   const int64_t kv_stream = stream / (q->ne[3] / k->ne[3]);
@@ -205,10 +205,10 @@ static void make_call(const state *s, const tensor *node, const int32_t *params,
 }
 
 /* The calls of a node, in the state; their number, or -1: there is no memory. */
-static int make_calls(state *s, tensor *node, const int32_t *params) {
+static int make_calls(hooked_backend *s, tensor *node, const int32_t *params) {
   const tensor *q = node->src[QUERY], *k = node->src[KEYS], *mask = node->src[MASK];
   const float max_bias = mask ? param(params, 1) : 0.0f;
-  const run all_cells = {0, k->ne[1]};
+  const cell_run all_cells = {0, k->ne[1]};
   const row_group all_rows = {.count = q->ne[1], .num_runs = 1};
   const shown all = {0, 1};
   const seen_cells *seen = NULL;
@@ -230,7 +230,7 @@ static int make_calls(state *s, tensor *node, const int32_t *params) {
     const shown *of = seen ? &seen->streams[stream % seen->num_streams] : &all;
     for (int i = 0; i < of->num_groups; i++) {
       row_group g = seen ? seen->groups[of->first_group + i] : all_rows;
-      const run *runs = seen ? seen->runs + g.first_run : &all_cells;
+      const cell_run *runs = seen ? seen->runs + g.first_run : &all_cells;
       if (g.num_runs == 0) {
         clear_rows(node, stream, &g);
         continue;
@@ -246,7 +246,7 @@ static int make_calls(state *s, tensor *node, const int32_t *params) {
 /* ---- and runs ---------------------------------------------------------------------------------- */
 
 /* Plans a node; 0: it falls back. *num_calls 0: nothing is left to do. */
-static int plan_node(state *s, tensor *node, const int32_t *params, int num_threads) {
+static int plan_node(hooked_backend *s, tensor *node, const int32_t *params, int num_threads) {
   s->attention = NULL;
   for (int i = 0; i < 2; i++)
     if (!make_side(s, node->src[KEYS + i], &s->sides[i])) return 0;
@@ -282,13 +282,13 @@ static void wait_for(const atomic_int *x, int least) {
   }
 }
 
-void restore_node(const job *j) {
+void restore_node(const node_job *j) {
   j->node->op = j->of->of->op_attention;
   memcpy(j->node->op_params, j->params, sizeof j->params);
 }
 
 /* Computes a node by ggml's own kernel, on this thread. */
-static void compute_by_ggml(state *s, job *j) {
+static void compute_by_ggml(hooked_backend *s, node_job *j) {
   const host *h = s->of;
   const size_t bytes = h->f.ggml_graph_overhead() + 1024;
   context *ctx = h->f.ggml_init((init_params){bytes, NULL, true});
@@ -307,7 +307,7 @@ static void compute_by_ggml(state *s, job *j) {
 }
 
 /* Decodes what is to be decoded, together with the other threads; all of it is there at the end. */
-static void decode_sides(const state *s, job *j) {
+static void decode_sides(const hooked_backend *s, node_job *j) {
   const int of_keys = s->sides[0].num_parts, num = of_keys + s->sides[1].num_parts;
   for (int part; num && (part = atomic_fetch_add_explicit(&j->next_part, 1, memory_order_relaxed)) < num;) {
     if (part < of_keys) decode_part(&s->sides[0], part);
@@ -320,8 +320,8 @@ static void decode_sides(const state *s, job *j) {
 enum { NOT_PLANNED, PLANNED, REFUSED };
 
 void run_node(tensor *dst, int ith, int nth, void *userdata) {
-  job *j = userdata;
-  state *s = j->of;
+  node_job *j = userdata;
+  hooked_backend *s = j->of;
   if (ith == 0)
     atomic_store_explicit(&j->is_planned, plan_node(s, dst, j->params, nth) ? PLANNED : REFUSED, memory_order_release);
   else wait_for(&j->is_planned, PLANNED);
