@@ -622,7 +622,7 @@ void kvedge_rows_attention_run(kvedge_rows_attention *attention, int slice, int 
 
 /* A pool of blocks is a layer of capacity num_blocks * block_size: block b holds the tokens of
  * positions b * block_size to (b + 1) * block_size - 1, written with kvedge_layer_write. The
- * layer's own len is not used. Of a format of runs block_size is a multiple of 32; a sequence's
+ * layer's own len is not used: kvedge_quiesce before a block that calls have read is written again. Of a format of runs block_size is a multiple of 32; a sequence's
  * last tokens, until a run is full, then lie elsewhere: kvedge_part. What a sequence is, is the
  * caller's business: */
 typedef struct {
