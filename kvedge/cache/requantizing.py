@@ -43,9 +43,8 @@ def requantize(
     try:
         for index, number in enumerate(numbers):
             _convert(state.stores[index], converted.stores[index])
-            state.put_layer(
-                number, converted.layers[index]
-            )  # the old one goes, if nobody else has it
+            # The old layer goes, if nobody else has it.
+            state.put_layer(number, converted.layers[index])
     finally:
         state.format = CacheFormat.of((store.config for store in state.stores), state.format.states)
         state.high_water = [state.length] * state.num_layers

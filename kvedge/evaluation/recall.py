@@ -156,7 +156,7 @@ def _task(subject: Subject, tokenizer: Any, tokens: np.ndarray, length: int, see
         question, whole = encoded(said[depth]), encoded(f"{said[depth]} {numbers[depth]}.")
         same = int((question == whole[: question.size]).cumprod().sum())
         questions.append((depth, whole[:same], whole[same:]))
-    least = begin.size + sum(sentence.size for sentence in facts)
+    least = begin.size + sum(fact.size for fact in facts)
     least += sum(question.size + answer.size for _, question, answer in questions)
     if length < least + len(_CITIES):
         raise InvalidArgumentError(

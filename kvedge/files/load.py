@@ -43,7 +43,7 @@ from kvedge.files.header import (
     read_header,
     read_into,
 )
-from kvedge.files.tensors import check_numbers
+from kvedge.files.tensors import check_numbers, have_scales
 from kvedge.layer.parts import (
     PartContents,
     config_of_today,
@@ -289,7 +289,7 @@ def _check_fields(fields: Mapping[str, str]) -> None:
     for name in ("value_dtype", "recent_dtype"):
         if fields.get(name) == "":
             corrupt(f"its {name} is no name of a format")
-    has_scales = _have_scales(fields["dtype"], fields.get("value_dtype"))
+    has_scales = have_scales(fields["dtype"], fields.get("value_dtype"))
     if fields["key_offset"] not in ("", session.AUTO if has_scales or "layers" in fields else ""):
         corrupt(f"its key_offset is {fields['key_offset'][:40]!r}")
     if "recent" in fields and fields["recent"] == fields["sinks"] == "0" and not in_runs:
@@ -336,7 +336,7 @@ def _config(options: Mapping[str, Any], capacity: int | None, whose: str) -> Lay
         corrupt(f"{whose} has the value_rotation {str(options['value_rotation'])[:40]!r}")
     own = {**options, "value_rotation": options["value_rotation"] == session.HADAMARD}
     own |= {name: own[name] or None for name in ("value_dtype", "recent_dtype")}
-    has_scales = _have_scales(own["dtype"], own["value_dtype"])
+    has_scales = have_scales(own["dtype"], own["value_dtype"])
     if not has_scales and (own["group_size"], own["scale_dtype"]) == ("", ""):
         own.update(group_size=None, scale_dtype="float32")
     try:
@@ -401,13 +401,6 @@ def _read_turns(text: str | None, form: CacheFormat) -> list[Turns | None]:
     if text != as_written:
         corrupt("its key_turns are not as kvedge writes them")
     return turns
-
-
-def _have_scales(*dtypes: Any) -> bool:
-    """Whether one of these formats, if they are any, has scales."""
-    return any(
-        FORMATS[name].has_scales for name in dtypes if isinstance(name, str) and name in FORMATS
-    )
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], described: _Described) -> None:

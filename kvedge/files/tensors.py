@@ -26,7 +26,7 @@ from kvedge.files.header import (
 )
 from kvedge.files.replacing import replacing
 
-__all__ = ["check_array", "check_numbers", "read", "read_arrays", "typed", "write"]
+__all__ = ["check_array", "check_numbers", "have_scales", "read", "read_arrays", "typed", "write"]
 
 # Safetensors' names of the types that these files have, by NumPy's.
 _TYPES = {TYPES[name].name: name for name in ("I8", "U8", "U16", "I32", "I64", "F16", "F32")}
@@ -87,6 +87,13 @@ def check_array(
             f"tensor {name} is {array.dtype} {array.shape} where {np.dtype(dtype)} {shape} belongs"
         )
     return array
+
+
+def have_scales(*dtypes: Any) -> bool:
+    """Whether one of these formats, if they are any, has scales."""
+    return any(
+        FORMATS[name].has_scales for name in dtypes if isinstance(name, str) and name in FORMATS
+    )
 
 
 def check_numbers(name: str, array: np.ndarray, config: LayerConfig) -> None:

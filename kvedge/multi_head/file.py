@@ -15,7 +15,7 @@ import numpy as np
 from kvedge.core import checks, memory
 from kvedge.errors import KvedgeError
 from kvedge.files.header import corrupt, number_of, opened
-from kvedge.files.tensors import check_array, read, write
+from kvedge.files.tensors import check_array, check_numbers, read, write
 from kvedge.multi_head.config import KvCacheConfig
 
 __all__ = ["load", "save"]
@@ -68,9 +68,7 @@ def _read(fields: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> tuple[
     tokens = []
     for name, (shape, dtype) in zip(memory.Slabs._fields, memory.slab_layout(layer), strict=True):
         array = check_array(arrays, name, dtype, (length, *shape[1:]))
-        fault = layer.key_format.fault_of_scales(array) if "scales" in name and array.size else None
-        if fault is not None:
-            corrupt(f"tensor {name} holds {fault}")
+        check_numbers(name, array, layer)
         tokens.append(array)
     if projections:
         shape = (length, num_heads, -(-projections // 8))

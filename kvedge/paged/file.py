@@ -35,13 +35,13 @@ from typing import Any
 import numpy as np
 
 from kvedge.core import memory
-from kvedge.core.formats import FORMATS, IN_RUNS
+from kvedge.core.formats import IN_RUNS
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
 from kvedge.files.header import corrupt, number_of, opened
 from kvedge.files.session import HADAMARD
-from kvedge.files.tensors import check_array, check_numbers, read, write
+from kvedge.files.tensors import check_array, check_numbers, have_scales, read, write
 from kvedge.layer.parts import runs_end
 from kvedge.paged.parts import TOKENS, PartBlocks
 from kvedge.paged.pool import KvBlockPool, state_of
@@ -269,7 +269,7 @@ def _empty_pool(
         corrupt(f"its value_rotation is {fields['value_rotation'][:40]!r}, not {HADAMARD!r}")
     options["value_rotation"] = "value_rotation" in fields
     group_size = number_of(fields, "group_size")
-    if any(FORMATS[fields[name]].has_scales for name in names[:2] if fields.get(name) in FORMATS):
+    if have_scales(*map(fields.get, names[:2])):
         options["group_size"] = group_size
     num_layers = options["num_layers"]
     is_scaled = "layers.0.key_scale" in arrays

@@ -166,10 +166,8 @@ def test_a_layer_alone_is_copied_and_goes_on_alike(kind, tokens, rng):
     for i in range(LAYERS):
         one = cache.layer(i)
         others = [one.copy(), copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))]
-        shape = (
-            100 if kind == "limit" else 300,
-            one.num_kv_heads,
-        )  # 300: more than it has room for
+        more = 100 if kind == "limit" else 300  # than it has room for
+        shape = (more, one.num_kv_heads)
         rows = normal(rng, *shape, one.head_dim), normal(rng, *shape, one.value_head_dim)
         before = content(one)
         for other in others:
@@ -187,7 +185,6 @@ def test_a_layer_alone_is_copied_and_goes_on_alike(kind, tokens, rng):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [0, 9, 70])
 def test_a_snapshot_tells_its_keys_and_values_and_is_written_and_read(kind, tokens, rng):
-    pytest.importorskip("safetensors")
     cache = new_cache(kind)
     feed(cache, rng, tokens)
     mark = cache.snapshot()
