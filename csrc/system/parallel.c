@@ -93,13 +93,13 @@ static void forget_after_fork(void) {
   atomic_fetch_add(&num_forks, 1);
 }
 
-static void install_fork_handler(void) { pthread_atfork(NULL, NULL, forget_after_fork); }
-
 /* Before the lock is taken for the first time: a child of a thread that forks while another holds it, helpers or not,
- * would wait for ever. */
+ * would wait for ever. Not by pthread_once: a child that was forked while another thread is inside it waits for ever
+ * in musl. Installed twice, by two threads at once, the handler does the same. */
 void kvedge_watch_forks(void) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, install_fork_handler);
+  static atomic_int installed;
+  if (atomic_load(&installed)) return;
+  if (pthread_atfork(NULL, NULL, forget_after_fork) == 0) atomic_store(&installed, 1);
 }
 #endif
 
