@@ -35,7 +35,7 @@ int main(int argc, char **argv) {
   kvedge_layer *layer;
   check(kvedge_layer_create(&config, &layer));
   kvedge_slabs slabs;
-  kvedge_layer_get_slabs(layer, &slabs);
+  kvedge_layer_describe(layer, NULL, &slabs);
   const size_t row = (size_t)num_kv_heads * (size_t)(dim * bits / 8);
   memset(slabs.key_codes, 0x3c, (size_t)config.capacity * row); /* about 1, or 0.01, in every format */
   memset(slabs.value_codes, 0x3c, (size_t)config.capacity * row);

@@ -162,7 +162,7 @@ typedef struct {
   int group_size;     /* channels that share a scale; 0, or more than a row has: the whole row */
   int value_head_dim; /* channels of a value, where they are not head_dim: 1..1024; 0: head_dim */
   int value_format;   /* KVEDGE_VALUES(a kvedge_format) of the values, where `format` is that of the keys; 0: both */
-  int value_rotation; /* 1: values are stored rotated; 0: as they are. What attention and kvedge_layer_get_* give is
+  int value_rotation; /* 1: values are stored rotated; 0: as they are. What attention and kvedge_layer_get give is
                        * rotated back. A Hadamard matrix spreads what one channel has over the 2^k, the most that
                        * divide value_head_dim, so that all share what encoding loses. Values that are not finite once
                        * they are rotated are refused */
@@ -288,14 +288,11 @@ kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *
  * lengths and bounds, first and last tokens are taken over; rows are not looked at, and key vectors stay. */
 kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *from, int64_t row);
 
-/* Writes the keys (values) of tokens start..stop-1 to out, float[stop-start][num_kv_heads][head_dim
- * (value_head_dim)]. */
-kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
-kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out);
-
-/* The keys (values: 1) of num_tokens tokens from a row on, which may have been dropped since
- * kvedge_layer_range told it. */
-kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out);
+/* Writes the keys (values: 1) of tokens start..stop-1 to out, float[stop-start][num_kv_heads][head_dim
+ * (value_head_dim)]. first_row: the row of token 0, as kvedge_layer_range told it, though tokens may have been dropped
+ * since; -1: that of now. */
+kvedge_status kvedge_layer_get(const kvedge_layer *layer, int values, int64_t first_row, int64_t start, int64_t stop,
+                               float *out);
 
 /* ---- Editing a layer ---------------------------------------------------------------------- */
 
@@ -339,9 +336,8 @@ kvedge_status kvedge_rotation_angles(double base, int dims, int64_t delta, float
  * kvedge_part.turns, which costs nothing (Python's shift does so). Needs the layer alone. */
 kvedge_status kvedge_layer_shift(kvedge_layer *layer, int64_t start, int64_t stop, const kvedge_rotation *rotation);
 
-/* The config with nothing left open: no 0 in it. */
-void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config);
-void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs);
+/* The config with nothing left open (no 0 in it), and the arrays, unless NULL. */
+void kvedge_layer_describe(const kvedge_layer *layer, kvedge_layer_config *config, kvedge_slabs *slabs);
 
 /* ---- Sessions ----------------------------------------------------------------------------- */
 

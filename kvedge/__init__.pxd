@@ -207,10 +207,9 @@ cdef extern from "kvedge.h" nogil:
         kvedge_layer *layer, int64_t position, const float *keys, const float *values,
         int64_t num_tokens)
     kvedge_status kvedge_layer_filled(kvedge_layer *layer, int64_t position, int64_t num_tokens)
-    kvedge_status kvedge_layer_get_keys(
-        const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
-    kvedge_status kvedge_layer_get_values(
-        const kvedge_layer *layer, int64_t start, int64_t stop, float *out)
+    kvedge_status kvedge_layer_get(
+        const kvedge_layer *layer, int values, int64_t first_row, int64_t start, int64_t stop,
+        float *out)
     kvedge_status kvedge_layer_copy(const kvedge_layer *layer, kvedge_layer *to)
     kvedge_status kvedge_layer_reserve(kvedge_layer **layer, int64_t num_tokens)
     kvedge_status kvedge_layer_keep(
@@ -219,15 +218,13 @@ cdef extern from "kvedge.h" nogil:
         double base, int dims, int64_t delta, float *cosines, float *sines)
     kvedge_status kvedge_layer_shift(
         kvedge_layer *layer, int64_t start, int64_t stop, const kvedge_rotation *rotation)
-    void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config)
-    void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs)
+    void kvedge_layer_describe(
+        const kvedge_layer *layer, kvedge_layer_config *config, kvedge_slabs *slabs)
     kvedge_status kvedge_layer_config_of(const char *name, kvedge_layer_config *config)
     int64_t kvedge_layer_last_rows(const kvedge_layer_config *config)
     void kvedge_layer_get_ranges(const kvedge_layer *layer, kvedge_ranges *ranges)
     kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *ranges)
     kvedge_status kvedge_layer_adopt(kvedge_layer *layer, const kvedge_layer *source, int64_t row)
-    kvedge_status kvedge_layer_get_rows(
-        const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens, float *out)
 
     ctypedef struct kvedge_session_text:
         const char *key

@@ -31,7 +31,7 @@ kvedge_session_layer kvedge_contents_layer(const kvedge_contents *contents, int 
   if (session->layers) layer = session->layers[index];
   if (contents->layers) {
     const kvedge_layer *from = contents->layers[index];
-    kvedge_layer_get_config(from, &layer.config);
+    layer.config = from->config;
     if (!layer.config.recent && !layer.config.sinks && !kvedge_in_runs(&layer.config)) layer.config.recent_format = 0;
     layer.has_key_offset = from->keys.offset != NULL;
     layer.has_key_scale = from->keys.scale != NULL;

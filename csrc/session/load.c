@@ -12,15 +12,13 @@
 static kvedge_status check_layers(const kvedge_session *session, kvedge_layer *const *layers) {
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer *of = &session->layers[i];
-    kvedge_layer_config config;
     int64_t start;
     if (!layers[i] || kvedge_layer_range(layers[i], &start) > 0) return KVEDGE_ERROR_ARGUMENT;
     for (int j = 0; j < i; j++)
       if (layers[j] == layers[i]) return KVEDGE_ERROR_ARGUMENT;
-    kvedge_layer_get_config(layers[i], &config);
-    if (!kvedge_stored_alike(&config, &of->config)) return KVEDGE_ERROR_ARGUMENT;
+    if (!kvedge_stored_alike(&layers[i]->config, &of->config)) return KVEDGE_ERROR_ARGUMENT;
     if (kvedge_has_ranges(layers[i])) start = 0; /* it is filled from the start of its arrays */
-    if (session->length - kvedge_first_position(of) > config.capacity - start) return KVEDGE_ERROR_CAPACITY;
+    if (session->length - kvedge_first_position(of) > layers[i]->config.capacity - start) return KVEDGE_ERROR_CAPACITY;
   }
   return KVEDGE_OK;
 }

@@ -545,35 +545,23 @@ kvedge_status kvedge_layer_compact(kvedge_layer *layer) {
   return KVEDGE_OK;
 }
 
-kvedge_status kvedge_layer_get_rows(const kvedge_layer *layer, int values, int64_t row, int64_t num_tokens,
-                                    float *out) {
+kvedge_status kvedge_layer_get(const kvedge_layer *layer, int values, int64_t first_row, int64_t start, int64_t stop,
+                               float *out) {
   KVEDGE_FLOAT_MODE;
-  int64_t start;
-  if (!layer || !out || row < 0 || num_tokens < 0) return KVEDGE_ERROR_ARGUMENT;
-  const int64_t len = kvedge_layer_range(layer, &start);
-  if (num_tokens > start + len - row) return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_has_ranges(layer)) kvedge_ranges_load(layer, values, row, row + num_tokens, out);
-  else kvedge_rows_load(values ? &layer->values : &layer->keys, row, row + num_tokens, out);
+  if (!layer || !out || start < 0 || stop < start || first_row < -1) return KVEDGE_ERROR_ARGUMENT;
+  int64_t row;
+  const int64_t len = kvedge_layer_range(layer, &row);
+  const int64_t moved = first_row < 0 ? 0 : row - first_row; /* tokens dropped since first_row was told */
+  if (stop > len + moved) return KVEDGE_ERROR_ARGUMENT;
+  row += start - moved;
+  if (kvedge_has_ranges(layer)) kvedge_ranges_load(layer, values, row, row + stop - start, out);
+  else kvedge_rows_load(values ? &layer->values : &layer->keys, row, row + stop - start, out);
   return KVEDGE_OK;
 }
 
-static kvedge_status get_tokens(const kvedge_layer *layer, int values, int64_t first, int64_t stop, float *out) {
-  int64_t start;
-  if (!layer || first < 0 || stop < first || stop > kvedge_layer_range(layer, &start)) return KVEDGE_ERROR_ARGUMENT;
-  return kvedge_layer_get_rows(layer, values, start + first, stop - first, out);
-}
-
-kvedge_status kvedge_layer_get_keys(const kvedge_layer *layer, int64_t start, int64_t stop, float *out) {
-  return get_tokens(layer, 0, start, stop, out);
-}
-
-kvedge_status kvedge_layer_get_values(const kvedge_layer *layer, int64_t start, int64_t stop, float *out) {
-  return get_tokens(layer, 1, start, stop, out);
-}
-
-void kvedge_layer_get_config(const kvedge_layer *layer, kvedge_layer_config *config) { *config = layer->config; }
-
-void kvedge_layer_get_slabs(const kvedge_layer *layer, kvedge_slabs *slabs) {
+void kvedge_layer_describe(const kvedge_layer *layer, kvedge_layer_config *config, kvedge_slabs *slabs) {
+  if (config) *config = layer->config;
+  if (!slabs) return;
   *slabs = (kvedge_slabs){.key_codes = layer->keys.codes, .value_codes = layer->values.codes};
   if (layer->keys.format->has_scales) slabs->key_scales = layer->keys.scales;
   if (layer->values.format->has_scales) slabs->value_scales = layer->values.scales;

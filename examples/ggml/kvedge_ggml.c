@@ -131,7 +131,7 @@ struct ggml_tensor *kvedge_ggml_attend(struct ggml_context *ctx, kvedge_ggml_cal
   if (mask && mask->type != GGML_TYPE_F32) mask = ggml_cast(ctx, mask, GGML_TYPE_F32);
 
   kvedge_layer_config config;
-  kvedge_layer_get_config(call->layer, &config);
+  kvedge_layer_describe(call->layer, &config, NULL);
   GGML_ASSERT(q->type == GGML_TYPE_F32 && q->ne[0] == config.head_dim && q->ne[3] == 1);
   GGML_ASSERT(!mask || (mask->ne[0] == call->n_kv && mask->ne[1] >= q->ne[2] && mask->ne[2] == 1));
   GGML_ASSERT(!sinks || (sinks->type == GGML_TYPE_F32 && sinks->ne[0] == q->ne[1]));

@@ -802,11 +802,11 @@ cdef class LayerStore:
 
     def dequantize(self, held, bint values, int64_t start, int64_t stop, out):
         cdef _Handle handle = held.source
-        cdef int64_t row = held.start + start
+        cdef int64_t first_row = held.start
         cdef float *data = _floats(out)
         cdef kvedge_status status
         with nogil:
-            status = kvedge_layer_get_rows(handle.layer, values, row, stop - start, data)
+            status = kvedge_layer_get(handle.layer, values, first_row, start, stop, data)
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
         return out

@@ -84,7 +84,7 @@ static void check_attention(const kvedge_layer *layer, sizes n, const float *que
   float *keys = malloc(stored * (size_t)n.dim * sizeof *keys), *values = malloc(stored * value_dim * sizeof *values);
   double *expected = malloc(rows * value_dim * sizeof *expected), largest = 0.0, lost = 0.0;
   double allowed = o->precision_bits == 24 ? 3e-5 : 2e-4; /* the numerics contract, or much better */
-  kvedge_layer_get_keys(layer, 0, n.len, keys), kvedge_layer_get_values(layer, 0, n.len, values);
+  kvedge_layer_get(layer, 0, -1, 0, n.len, keys), kvedge_layer_get(layer, 1, -1, 0, n.len, values);
   for (size_t i = 0; i < rows; i++) {
     double *row = expected + i * value_dim;
     double log_sum = attend_row(o, n, query + i * (size_t)n.dim, keys, values, (int)(i % (size_t)n.num_heads),
@@ -309,7 +309,7 @@ static void test_scores(void) {
   block logits = new_block(600 * sizeof(float));
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
-  kvedge_layer_get_keys(layer, 0, 100, stored);
+  kvedge_layer_get(layer, 0, -1, 0, 100, stored);
   CHECK(kvedge_scores(layer, query, 6, o.scale = 0.2f, -1, 100, logits.data) == KVEDGE_OK);
   for (int head = 0; head < 6; head++)
     for (int t = 0; t < 100; t++)

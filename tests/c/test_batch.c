@@ -90,8 +90,8 @@ static int same_tokens(const kvedge_layer *a, const kvedge_layer *b, int heads, 
   float *x = malloc((2 * n + 1) * sizeof *x);
   int same = len == kvedge_layer_len(b);
   for (int side = 0; side < 2 && same && len; side++) {
-    if (side) kvedge_layer_get_values(a, 0, len, x), kvedge_layer_get_values(b, 0, len, x + n);
-    else kvedge_layer_get_keys(a, 0, len, x), kvedge_layer_get_keys(b, 0, len, x + n);
+    if (side) kvedge_layer_get(a, 1, -1, 0, len, x), kvedge_layer_get(b, 1, -1, 0, len, x + n);
+    else kvedge_layer_get(a, 0, -1, 0, len, x), kvedge_layer_get(b, 0, -1, 0, len, x + n);
     same = memcmp(x, x + n, n * sizeof *x) == 0;
   }
   free(x);
@@ -119,7 +119,7 @@ static kvedge_layer *random_layer(int heads, int dim, int capacity) {
 static kvedge_layer *empty_copy(const kvedge_layer *layer, int64_t capacity, const float *offset) {
   kvedge_layer_config config;
   kvedge_layer *copy = NULL;
-  kvedge_layer_get_config(layer, &config);
+  kvedge_layer_describe(layer, &config, NULL);
   config.capacity = capacity;
   CHECK(kvedge_layer_create(&config, &copy) == KVEDGE_OK);
   if (offset) CHECK(kvedge_layer_set_key_offset(copy, offset) == KVEDGE_OK);
@@ -519,7 +519,7 @@ static void append_case(void) {
     float *offset = random_below(2) ? random_floats((size_t)(heads * dim), 2.0f) : NULL;
     layers[i] = random_layer(heads, dim, 100);
     kvedge_layer_config config;
-    kvedge_layer_get_config(layers[i], &config);
+    kvedge_layer_describe(layers[i], &config, NULL);
     if (config.format == KVEDGE_INT8) CHECK(kvedge_layer_set_key_offset(layers[i], offset) == KVEDGE_OK);
     expected[i] = empty_copy(layers[i], 100, config.format == KVEDGE_INT8 ? offset : NULL);
     for (int side = 0; side < 2; side++) {

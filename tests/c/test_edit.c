@@ -72,8 +72,8 @@ static decoded decode(const kvedge_layer *layer) {
   decoded d;
   memset(&d, 0, sizeof d);
   d.len = kvedge_layer_len(layer);
-  CHECK(kvedge_layer_get_keys(layer, 0, d.len, d.keys[0][0]) == KVEDGE_OK);
-  CHECK(kvedge_layer_get_values(layer, 0, d.len, d.values[0][0]) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(layer, 0, -1, 0, d.len, d.keys[0][0]) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(layer, 1, -1, 0, d.len, d.values[0][0]) == KVEDGE_OK);
   return d;
 }
 

@@ -134,14 +134,14 @@ static void fill(float *x, size_t n, unsigned *state) { /* -1..1 */
 /* What a layer should answer, in double, from what it says it stores: one query row at the last token. */
 static void reference(const kvedge_layer *layer, const float *query, int64_t window, double *out) {
   kvedge_layer_config config;
-  kvedge_layer_get_config(layer, &config);
+  kvedge_layer_describe(layer, &config, NULL);
   const int64_t n = kvedge_layer_len(layer), first = window && window < n ? n - window : 0;
   const int dim = config.head_dim, width = config.value_head_dim, kv_heads = config.num_kv_heads;
   float *keys = malloc((size_t)n * (size_t)(kv_heads * dim) * sizeof(float));
   float *values = malloc((size_t)n * (size_t)(kv_heads * width) * sizeof(float));
   double *p = malloc((size_t)n * sizeof(double));
-  OK(kvedge_layer_get_keys(layer, 0, n, keys));
-  OK(kvedge_layer_get_values(layer, 0, n, values));
+  OK(kvedge_layer_get(layer, 0, -1, 0, n, keys));
+  OK(kvedge_layer_get(layer, 1, -1, 0, n, values));
   for (int h = 0; h < HEADS; h++) {
     const int kv = h / (HEADS / kv_heads);
     double largest = -INFINITY, sum = 0;
@@ -285,7 +285,7 @@ static void decode(team *t, arena *a, const kvedge_allocator *allocator) {
 static void edit(arena *a, const kvedge_allocator *allocator) {
   const model_layer *m = &layers[2]; /* float32: keys come back as they were */
   kvedge_layer_config config;
-  kvedge_layer_get_config(m->layer, &config);
+  kvedge_layer_describe(m->layer, &config, NULL);
   kvedge_layer *copy;
   OK(kvedge_layer_create_with(&config, allocator, &copy));
   OK(kvedge_layer_copy(m->layer, copy));
@@ -293,14 +293,14 @@ static void edit(arena *a, const kvedge_allocator *allocator) {
   for (int i = 0; i < 100; i++) kept[i] = 4 * i + 1;
   OK(kvedge_layer_keep(copy, kept, 100));
   float *was = take(a, 2 * KV_HEADS * DIM * sizeof *was), *is = was + KV_HEADS * DIM;
-  OK(kvedge_layer_get_keys(m->layer, 41, 42, was));
-  OK(kvedge_layer_get_keys(copy, 10, 11, is));
+  OK(kvedge_layer_get(m->layer, 0, -1, 41, 42, was));
+  OK(kvedge_layer_get(copy, 0, -1, 10, 11, is));
   CHECK(!memcmp(was, is, KV_HEADS * DIM * sizeof *was));
   float cosines[DIM / 2], sines[DIM / 2];
   OK(kvedge_rotation_angles(10000.0, DIM, -31, cosines, sines));
   const kvedge_rotation rotation = {.dims = DIM, .interleaved = 0, .cosines = cosines, .sines = sines};
   OK(kvedge_layer_shift(copy, 10, 11, &rotation));
-  OK(kvedge_layer_get_keys(copy, 10, 11, is));
+  OK(kvedge_layer_get(copy, 0, -1, 10, 11, is));
   double error = 0;
   for (int h = 0; h < KV_HEADS; h++)
     for (int i = 0; i < DIM / 2; i++) {
@@ -360,7 +360,7 @@ static void *read_stream(void *argument) {
              KVEDGE_OK;
     for (int slice = 0; slice < slices; slice++)
       kvedge_attention_run(attention, slice, 0, NULL), kvedge_attention_collect(attention, slice, 0);
-    wrong += kvedge_layer_get_rows(s->layer, 1, options.first_row, 1, row) != KVEDGE_OK;
+    wrong += kvedge_layer_get(s->layer, 1, options.first_row, 0, 1, row) != KVEDGE_OK;
     const float first = (float)(options.first_row + 1), last = (float)(options.first_row + options.num_tokens);
     wrong += fabsf(out[3] - 0.5f * (first + last)) > 2e-4f * last || fabsf(row[1] - first) > 0.01f * first;
   }

@@ -165,10 +165,9 @@ static void test_memory_of_the_caller(void) {
   CHECK(kvedge_layer_attach(memory, bytes, &plain, &slabs, &layer) == KVEDGE_ERROR_ARGUMENT);
   CHECK(layer == NULL);
   CHECK(kvedge_layer_init(memory, bytes, &plain, &layer) == KVEDGE_OK);
-  kvedge_layer_get_slabs(layer, &slabs);
-  CHECK((char *)slabs.key_codes >= memory && (char *)slabs.value_scales < memory + bytes);
   kvedge_layer_config config;
-  kvedge_layer_get_config(layer, &config);
+  kvedge_layer_describe(layer, &config, &slabs);
+  CHECK((char *)slabs.key_codes >= memory && (char *)slabs.value_scales < memory + bytes);
   CHECK(config.capacity == 20 && config.num_kv_heads == 3);
   CHECK(config.head_dim == 21 && config.group_size == 21);
   CHECK(kvedge_layer_len(layer) == 0);
@@ -317,7 +316,7 @@ static void test_rounding_of_floats(void) {
     CHECK(kvedge_layer_append(g.layer, keys, values, tokens) == KVEDGE_OK);
     for (int s = 0; s < 2; s++) {
       const float *x = s ? values : keys;
-      CHECK((s ? kvedge_layer_get_values : kvedge_layer_get_keys)(g.layer, 0, tokens, out) == KVEDGE_OK);
+      CHECK(kvedge_layer_get(g.layer, s, -1, 0, tokens, out) == KVEDGE_OK);
       for (int i = 0; i < 4 * tokens; i++) {
         const uint16_t bits = bits_at(type, g.codes[s].data, i);
         const double expected = rounded(type, x[i]);
@@ -370,15 +369,15 @@ static void test_read_back(void) {
     const double of_values = is_grid || is_q8_0 ? allowed : errors[value_format];
     CHECK((kvedge_layer_set_key_offset(g.layer, offset) == KVEDGE_OK) == centred);
     CHECK(kvedge_layer_append(g.layer, keys, values, 20) == KVEDGE_OK);
-    CHECK(kvedge_layer_get_keys(g.layer, 3, 20, out) == KVEDGE_OK);
+    CHECK(kvedge_layer_get(g.layer, 0, -1, 3, 20, out) == KVEDGE_OK);
     for (size_t i = 0; i < 17 * row; i++) CHECK(near(out[i], keys[3 * row + i], allowed));
-    CHECK(kvedge_layer_get_values(g.layer, 0, 7, out) == KVEDGE_OK);
+    CHECK(kvedge_layer_get(g.layer, 1, -1, 0, 7, out) == KVEDGE_OK);
     for (size_t i = 0; i < 7 * row; i++) CHECK(near(out[i], values[i], of_values));
-    CHECK(kvedge_layer_get_values(g.layer, 5, 5, out) == KVEDGE_OK);
-    CHECK(kvedge_layer_get_keys(g.layer, -1, 5, out) == KVEDGE_ERROR_ARGUMENT);
-    CHECK(kvedge_layer_get_keys(g.layer, 5, 4, out) == KVEDGE_ERROR_ARGUMENT);
-    CHECK(kvedge_layer_get_keys(g.layer, 5, 21, out) == KVEDGE_ERROR_ARGUMENT);
-    CHECK(kvedge_layer_get_keys(g.layer, 0, 5, NULL) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get(g.layer, 1, -1, 5, 5, out) == KVEDGE_OK);
+    CHECK(kvedge_layer_get(g.layer, 0, -1, -1, 5, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get(g.layer, 0, -1, 5, 4, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get(g.layer, 0, -1, 5, 21, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get(g.layer, 0, -1, 0, 5, NULL) == KVEDGE_ERROR_ARGUMENT);
     free(keys), free(values), free(offset), free(out), free_layer(&g);
   }
   end();
@@ -484,8 +483,8 @@ static int holds(const guarded_layer *g, const float *keys, int64_t first, int64
   CHECK(kvedge_layer_append(fresh.layer, keys + (size_t)first * row, keys + (size_t)first * row, len) == KVEDGE_OK);
   int same = kvedge_layer_len(g->layer) == len;
   for (int values = 0; values < 2; values++) {
-    CHECK((values ? kvedge_layer_get_values : kvedge_layer_get_keys)(fresh.layer, 0, len, expected) == KVEDGE_OK);
-    same &= (values ? kvedge_layer_get_values : kvedge_layer_get_keys)(g->layer, 0, len, out) == KVEDGE_OK;
+    CHECK(kvedge_layer_get(fresh.layer, values, -1, 0, len, expected) == KVEDGE_OK);
+    same &= kvedge_layer_get(g->layer, values, -1, 0, len, out) == KVEDGE_OK;
     same &= memcmp(out, expected, (size_t)len * row * sizeof *out) == 0;
   }
   free(out), free(expected), free_layer(&fresh);
@@ -508,11 +507,11 @@ static void test_drop_first(void) {
     CHECK(kvedge_layer_drop_first(g.layer, 4) == KVEDGE_OK && holds(&g, keys, 4, 11));
     CHECK(kvedge_layer_range(g.layer, &start) == 11 && start == 4);
     before.len = 11;
-    CHECK(same_picture(&before, &g));                                  /* no row has moved */
-    CHECK(kvedge_layer_get_rows(g.layer, 0, 2, 13, out) == KVEDGE_OK); /* two that were dropped among them */
-    CHECK(kvedge_layer_get_rows(g.layer, 0, -1, 2, out) == KVEDGE_ERROR_ARGUMENT);
-    CHECK(kvedge_layer_get_rows(g.layer, 1, 2, 14, out) == KVEDGE_ERROR_ARGUMENT);
-    CHECK(kvedge_layer_get_keys(g.layer, 0, 12, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(same_picture(&before, &g));                                /* no row has moved */
+    CHECK(kvedge_layer_get(g.layer, 0, 2, 0, 13, out) == KVEDGE_OK); /* two that were dropped among them */
+    CHECK(kvedge_layer_get(g.layer, 0, -2, 0, 2, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get(g.layer, 1, 2, 0, 14, out) == KVEDGE_ERROR_ARGUMENT);
+    CHECK(kvedge_layer_get(g.layer, 0, -1, 0, 12, out) == KVEDGE_ERROR_ARGUMENT);
 
     /* Positions count from the first token that is left; so does the room. */
     CHECK(kvedge_layer_append(g.layer, keys + 15 * row, keys + 15 * row, 6) == KVEDGE_ERROR_CAPACITY);
@@ -559,7 +558,7 @@ static void test_key_offset(void) {
   offset[62] = 1e38f; /* copied: the layer does not look here again */
   for (int i = 0; i < 62; i++) keys[i] += offset[i];
   CHECK(kvedge_layer_append(g.layer, keys, keys, 1) == KVEDGE_OK);
-  CHECK(kvedge_layer_get_keys(g.layer, 0, 1, out) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(g.layer, 0, -1, 0, 1, out) == KVEDGE_OK);
   for (int i = 0; i < 42; i++) CHECK(near(out[i], keys[i], 1.0 / 127.0)); /* finer than 11 / 127 */
   CHECK(kvedge_layer_set_len(g.layer, 0) == KVEDGE_OK);
   CHECK(kvedge_layer_set_key_offset(g.layer, NULL) == KVEDGE_OK);
@@ -588,7 +587,7 @@ static void test_key_scale(void) {
     CHECK(kvedge_layer_set_key_scale(g.layer, scale) == KVEDGE_ERROR_NONFINITE); /* the old one stays, a copy */
     scale[0] = 1000.0f;
     CHECK(kvedge_layer_append(g.layer, keys, keys, 4) == KVEDGE_OK);
-    CHECK(kvedge_layer_get_keys(g.layer, 0, 4, out) == KVEDGE_OK);
+    CHECK(kvedge_layer_get(g.layer, 0, -1, 0, 4, out) == KVEDGE_OK);
     for (int i = 0; i < 4 * row; i++) CHECK(near(out[i], keys[i], 0.13 * scale[i % row]));
     if (format == KVEDGE_INT8)
       for (int i = 0; i < 4 * row; i++) CHECK(near(out[i], keys[i], scale[i % row] / 250.0));

@@ -104,7 +104,7 @@ static void test_edits(void) {
   CHECK(kvedge_layer_shift(layers[0], 0, kvedge_layer_len(layers[0]), &rotation) == KVEDGE_OK);
   CHECK(kvedge_layer_keep(layers[0], (const int64_t[]){0, 1, 7, 2000}, 4) == KVEDGE_OK);
   CHECK(kvedge_layer_set_len(layers[0], 2) == KVEDGE_OK);
-  CHECK(kvedge_layer_get_keys(layers[0], 0, 2, out) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(layers[0], 0, -1, 0, 2, out) == KVEDGE_OK);
   CHECK(kvedge_layer_set_len(layers[1], 0) == KVEDGE_OK && kvedge_layer_copy(layers[0], layers[1]) == KVEDGE_OK);
   CHECK(asked == before);
   free_block(&memory[0]), free_block(&memory[1]);

@@ -54,7 +54,7 @@ typedef struct {
 
 static void read_all(const kvedge_layer *layer, tokens_read *out) {
   const int64_t n = kvedge_layer_len(layer);
-  if (kvedge_layer_get_keys(layer, 0, n, out->keys) || kvedge_layer_get_values(layer, 0, n, out->values))
+  if (kvedge_layer_get(layer, 0, -1, 0, n, out->keys) || kvedge_layer_get(layer, 1, -1, 0, n, out->values))
     fail("not read");
 }
 
@@ -397,7 +397,7 @@ static void *read_beside(void *wrong) {
     if (kvedge_attend_layers(twice, 1 + (int)(n % 2), HEADS, 1) != KVEDGE_OK) *(int *)wrong += 1;
     for (int d = 0; d < VALUE; d++) *(int *)wrong += !(fabs(out[d] - mean) < 2e-2 * mean);
     const int64_t count = n < 4 ? n : 4;
-    if (kvedge_layer_get_values(shared, n - count, n, read) != KVEDGE_OK) *(int *)wrong += 1;
+    if (kvedge_layer_get(shared, 1, -1, n - count, n, read) != KVEDGE_OK) *(int *)wrong += 1;
     for (int64_t t = 0; t < count; t++)
       *(int *)wrong += !(fabs(read[t * VALUE] - value_of(n - count + t)) < 0.02 * value_of(n - count + t));
   }

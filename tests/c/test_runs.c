@@ -87,8 +87,8 @@ static void attend_case(void) {
   CHECK(kvedge_layer_append(runs, keys, values, 32) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys + 32 * heads * dim, values + 32 * heads * value_dim, len - 32) == KVEDGE_OK);
   float *keys_given = copy_of(keys, len * heads * dim), *values_given = copy_of(values, len * heads * value_dim);
-  CHECK(kvedge_layer_get_keys(runs, 0, len, keys) == KVEDGE_OK);
-  CHECK(kvedge_layer_get_values(runs, 0, len, values) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(runs, 0, -1, 0, len, keys) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(runs, 1, -1, 0, len, values) == KVEDGE_OK);
   CHECK(kvedge_layer_set_len(runs, seen) == KVEDGE_OK && kvedge_layer_copy(runs, copy) == KVEDGE_OK);
   const kvedge_layer_config of_floats = {
       .format = KVEDGE_FLOAT32, .capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
@@ -118,7 +118,7 @@ static void attend_case(void) {
   attend_in_blocks(&config, key_scale, keys_given, values_given, seen, first, query, rows, num_heads, &o, expected);
   float *some = malloc((size_t)(seen * heads * dim) * sizeof *some);
   const int from = random_below(seen);
-  CHECK(kvedge_layer_get_keys(copy, from, seen, some) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(copy, 0, -1, from, seen, some) == KVEDGE_OK);
   if (memcmp(some, keys + from * heads * dim, (size_t)((seen - from) * heads * dim) * sizeof *some)) fail("keys");
   end_case();
   kvedge_layer_destroy(runs), kvedge_layer_destroy(copy), kvedge_layer_destroy(floats);

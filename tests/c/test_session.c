@@ -68,7 +68,7 @@ static void append_tokens(kvedge_layer *layer, const float *keys, const float *v
 static kvedge_layer *new_layer(kvedge_layer_config config, int tokens) {
   kvedge_layer *layer;
   if (kvedge_layer_create(&config, &layer) != KVEDGE_OK) fail("no layer"), exit(2);
-  kvedge_layer_get_config(layer, &config);
+  kvedge_layer_describe(layer, &config, NULL);
   const size_t keys = (size_t)(config.num_kv_heads * config.head_dim);
   const size_t values = (size_t)(config.num_kv_heads * config.value_head_dim);
   float *scale = random_floats(keys, 1.0f), *k = random_floats(keys * (size_t)tokens, 3.0f);
@@ -166,15 +166,15 @@ static int same_file(const block *a, const block *b) {
 /* A layer that was loaded holds what the saved one does, and goes on alike. */
 static int goes_on(kvedge_layer *a, kvedge_layer *b, int64_t len) {
   kvedge_layer_config config;
-  kvedge_layer_get_config(a, &config);
+  kvedge_layer_describe(a, &config, NULL);
   const size_t n = (size_t)(config.num_kv_heads * config.head_dim), m = (size_t)(len + MORE);
   float *rows = random_floats(MORE * n, 3.0f), *keys[2] = {malloc(m * n * 4), malloc(m * n * 4)};
   int same = kvedge_layer_set_len(a, len) == KVEDGE_OK && kvedge_layer_len(b) == len;
   for (int tokens = 1, at = 0; at < MORE; at += tokens, tokens = MORE - at < 17 ? MORE - at : 17) {
     append_tokens(a, rows, rows, tokens), append_tokens(b, rows, rows, tokens);
     const int64_t held = len + at + tokens;
-    same = same && kvedge_layer_get_keys(a, 0, held, keys[0]) == KVEDGE_OK &&
-           kvedge_layer_get_keys(b, 0, held, keys[1]) == KVEDGE_OK && !memcmp(keys[0], keys[1], (size_t)held * n * 4);
+    same = same && kvedge_layer_get(a, 0, -1, 0, held, keys[0]) == KVEDGE_OK &&
+           kvedge_layer_get(b, 0, -1, 0, held, keys[1]) == KVEDGE_OK && !memcmp(keys[0], keys[1], (size_t)held * n * 4);
   }
   free(rows), free(keys[0]), free(keys[1]);
   return same;
@@ -199,7 +199,7 @@ static void test_round_trip(void) {
         if (o.held->num_metadata != 3 || o.held->metadata[1].key_bytes != 3) fail("metadata");
         for (int i = 0; i < num_layers; i++) {
           kvedge_layer_config config = {0};
-          kvedge_layer_get_config(s.layers[i], &config);
+          kvedge_layer_describe(s.layers[i], &config, NULL);
           if (o.held->layers[i].config.head_dim != config.head_dim) fail("config of layer %d", i);
           if (!goes_on(s.layers[i], o.layers[i], length - s.own[i].dropped)) fail("layer %d goes on differently", i);
         }
@@ -313,7 +313,7 @@ static void test_forged_numbers(void) {
     kvedge_layer *layer = new_layer(config, 3);
     const kvedge_session session = {.num_layers = 1, .length = 3};
     kvedge_slabs slabs;
-    kvedge_layer_get_slabs(layer, &slabs);
+    kvedge_layer_describe(layer, NULL, &slabs);
     static const uint8_t bits[][4] = {
         {0x00, 0x00, 0x80, 0x7f}, /* of float32 */
         {0x01, 0x7c}, /* of float16 */
@@ -339,7 +339,7 @@ static void test_forged_numbers(void) {
     kvedge_layer_set_key_scale(layer, scale);
     kvedge_layer_append(layer, scale, scale, 1), kvedge_layer_append(layer, key, key, 1);
     kvedge_slabs slabs;
-    kvedge_layer_get_slabs(layer, &slabs);
+    kvedge_layer_describe(layer, NULL, &slabs);
     if (beyond) ((float *)slabs.key_codes)[3] = more;
     const kvedge_session session = {.num_layers = 1, .length = 2};
     block file = write_file(&session, &layer);

@@ -102,8 +102,8 @@ static void *use_layer(void *argument) {
   attend_in_slices(layer, c->num_rows, &o);
   attend_in_parts(layer, c->num_rows);
   CHECK(kvedge_scores(layer, query, HEADS, 0.1f, 0, TOKENS, out) == KVEDGE_OK);
-  CHECK(kvedge_layer_get_keys(layer, TOKENS - 5, TOKENS, out) == KVEDGE_OK);
-  CHECK(kvedge_layer_get_rows(layer, 1, 3, 2, out) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(layer, 0, -1, TOKENS - 5, TOKENS, out) == KVEDGE_OK);
+  CHECK(kvedge_layer_get(layer, 1, 0, 3, 5, out) == KVEDGE_OK);
   save_and_load(layer, &c->config);
   if (!runs) {
     float cosines[DIM / 2], sines[DIM / 2];

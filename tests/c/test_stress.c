@@ -66,8 +66,8 @@ static void store_tokens(kvedge_layer_config config) {
   for (int64_t t = 0; t < CAPACITY; t++) {
     fill_tokens(keys, values, t, 1);
     right &= kvedge_layer_write(one, 0, keys, values, 1) == KVEDGE_OK && kvedge_layer_set_len(one, 1) == KVEDGE_OK;
-    right &= kvedge_layer_get_keys(one, 0, 1, keys) == KVEDGE_OK;
-    right &= kvedge_layer_get_values(one, 0, 1, values) == KVEDGE_OK;
+    right &= kvedge_layer_get(one, 0, -1, 0, 1, keys) == KVEDGE_OK;
+    right &= kvedge_layer_get(one, 1, -1, 0, 1, values) == KVEDGE_OK;
     for (int h = 0; h < KV_HEADS; h++) /* channel 1 has sign 1 */
       stored_keys[t][h] = keys[h * DIM + 1], stored_values[t][h] = values[h * DIM + 1];
   }
@@ -244,9 +244,7 @@ static void read_scores(reader *r, int64_t len) {
 static void read_rows(reader *r, int values, int64_t len) {
   int64_t start = below(r, (int)len), n = len - start;
   block rows = new_block((size_t)n * TOKEN * sizeof(float));
-  kvedge_status status = values ? kvedge_layer_get_values(layer, start, len, rows.data)
-                                : kvedge_layer_get_keys(layer, start, len, rows.data);
-  int right = status == KVEDGE_OK;
+  int right = kvedge_layer_get(layer, values, -1, start, len, rows.data) == KVEDGE_OK;
   for (int64_t i = 0; i < n * TOKEN && right; i++) {
     int kv_head = (int)(i / DIM % KV_HEADS), channel = (int)(i % DIM);
     int64_t t = start + i / TOKEN;
@@ -265,7 +263,7 @@ static void read_too_many(reader *r) {
   o.num_tokens = CAPACITY + 1;
   int right = kvedge_attend(layer, queries, 1, HEADS, &o, 1, out, NULL) == KVEDGE_ERROR_ARGUMENT;
   right &= kvedge_scores(layer, queries, HEADS, 1.0f, -1, CAPACITY + 1, out) == KVEDGE_ERROR_ARGUMENT;
-  right &= kvedge_layer_get_keys(layer, 0, CAPACITY + 1, out) == KVEDGE_ERROR_ARGUMENT;
+  right &= kvedge_layer_get(layer, 0, -1, 0, CAPACITY + 1, out) == KVEDGE_ERROR_ARGUMENT;
   count(r, right, "more tokens than there are", 0, CAPACITY + 1);
 }
 
@@ -346,7 +344,7 @@ static void read_held(reader *r) {
   if (len == 0) return;
   float *logits = malloc(HEADS * (size_t)len * sizeof *logits), *rows = malloc((size_t)len * TOKEN * sizeof *rows);
   int right = kvedge_scores(layer, queries, HEADS, 0.1f, start, len, logits) == KVEDGE_OK;
-  right &= kvedge_layer_get_rows(layer, 1, start, len, rows) == KVEDGE_OK;
+  right &= kvedge_layer_get(layer, 1, start, 0, len, rows) == KVEDGE_OK;
   for (int64_t i = 0; i < len && right; i++) {
     double logit = 0.1 * query_of(0) * key_of(start + i, 0) * DIM;
     right &= fabs(logits[i] - logit) <= 1e-4;

@@ -165,7 +165,7 @@ static void open_layer(void) {
   }
   REQUIRE(status == KVEDGE_OK, "status %d of a new layer", status);
   kvedge_slabs slabs;
-  kvedge_layer_get_slabs(it.layer, &slabs);
+  kvedge_layer_describe(it.layer, NULL, &slabs);
   it.arrays[0] = slabs.key_codes, it.arrays[1] = slabs.value_codes;
   it.arrays[2] = slabs.key_scales, it.arrays[3] = slabs.value_scales;
   for (int i = 0; i < NUM_ARRAYS; i++) {
@@ -385,7 +385,7 @@ static void get_call(void) {
   bad = start < 0 || stop < start || stop > it.len;
   int64_t n = bad ? 0 : stop - start;
   float *out = exact((size_t)(n * it.entry) * sizeof(float));
-  kvedge_status status = (values ? kvedge_layer_get_values : kvedge_layer_get_keys)(it.layer, start, stop, out);
+  kvedge_status status = kvedge_layer_get(it.layer, values, -1, start, stop, out);
   check_status(status, bad ? 1u << KVEDGE_ERROR_ARGUMENT : 0);
   for (int64_t i = 0; i < n * it.entry; i++) {
     int64_t token = start + i / it.entry, at = i % it.entry;

@@ -31,13 +31,13 @@ static buffer written(const kvedge_session *session, kvedge_layer *const *layers
 
 static void check_finite(const kvedge_layer *layer) {
   kvedge_layer_config config;
-  kvedge_layer_get_config(layer, &config);
+  kvedge_layer_describe(layer, &config, NULL);
   const int64_t len = kvedge_layer_len(layer);
   for (int values = 0; values < 2; values++) {
     const size_t n =
         (size_t)len * (size_t)config.num_kv_heads * (size_t)(values ? config.value_head_dim : config.head_dim);
     float *x = malloc(n * sizeof *x + 1);
-    NOT_SO((values ? kvedge_layer_get_values : kvedge_layer_get_keys)(layer, 0, len, x) != KVEDGE_OK);
+    NOT_SO(kvedge_layer_get(layer, values, -1, 0, len, x) != KVEDGE_OK);
     for (size_t i = 0; i < n; i++) NOT_SO(!isfinite(x[i]));
     free(x);
   }
@@ -46,7 +46,7 @@ static void check_finite(const kvedge_layer *layer) {
 /* A layer takes a token more, and gives it back. */
 static void check_append(kvedge_layer **layer) {
   kvedge_layer_config config;
-  kvedge_layer_get_config(*layer, &config);
+  kvedge_layer_describe(*layer, &config, NULL);
   const int64_t len = kvedge_layer_len(*layer);
   const int widest = config.head_dim > config.value_head_dim ? config.head_dim : config.value_head_dim;
   float *zeros = calloc((size_t)config.num_kv_heads * (size_t)widest, sizeof *zeros);

@@ -81,7 +81,7 @@ int main(void) {
         kvedge_slabs slabs;
         check(kvedge_layer_init(memory, bytes, &config, &layer), "init");
         check(kvedge_layer_append(layer, keys, values, TOKENS), "append");
-        kvedge_layer_get_slabs(layer, &slabs);
+        kvedge_layer_describe(layer, NULL, &slabs);
         const char *codes = slabs.key_codes; /* the first of the arrays, which end the block */
         printf("%s %d: %016llx %016llx\n", path, formats[i],
                (unsigned long long)digest(codes, (size_t)(memory + bytes - codes), 0xcbf29ce484222325u),
