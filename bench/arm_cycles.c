@@ -33,7 +33,7 @@ int main(int argc, char **argv) {
                                       .num_kv_heads = num_kv_heads,
                                       .head_dim = dim};
   kvedge_layer *layer;
-  check(kvedge_layer_create(&config, &layer));
+  check(kvedge_layer_create(&config, NULL, &layer));
   kvedge_slabs slabs;
   kvedge_layer_describe(layer, NULL, &slabs);
   const size_t row = (size_t)num_kv_heads * (size_t)(dim * bits / 8);

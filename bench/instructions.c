@@ -93,7 +93,7 @@ int main(int argc, char **argv) {
   float *query = values(queries, 3); /* [num_rows][num_heads][head_dim] */
   float *out = values(queries, 4);   /* the same */
   kvedge_layer *layer;
-  check(kvedge_layer_create(&config, &layer));
+  check(kvedge_layer_create(&config, NULL, &layer));
   check(kvedge_layer_append(layer, keys, vals, tokens));
   long counted = 0;
   const pid_t child = steps ? fork() : 0;

@@ -6,7 +6,7 @@
  *   kvedge_layer_config_of("auto", &config);
  *   config.capacity = 4096, config.num_kv_heads = 8, config.head_dim = 64;
  *   kvedge_layer *layer;
- *   if (kvedge_layer_create(&config, &layer) != KVEDGE_OK) ...
+ *   if (kvedge_layer_create(&config, NULL, &layer) != KVEDGE_OK) ...
  *   kvedge_layer_append(layer, keys, values, 1);         // float[num_kv_heads][head_dim] each
  *   kvedge_attend(layer, query, 1, 32, NULL, 0, out, NULL); // float[32][head_dim] in and out
  *   kvedge_layer_destroy(layer);
@@ -195,28 +195,24 @@ typedef struct {
 } kvedge_slabs;
 int64_t kvedge_layer_last_rows(const kvedge_layer_config *config); /* 0: no last tokens; -1: the config is not valid */
 
-/* Size, then init on memory of the caller's, aligned to 64 bytes: header and arrays in one block.
- * The block need not be cleared, and is committed by the system only as tokens arrive. */
-size_t kvedge_layer_bytes(const kvedge_layer_config *config); /* 0: the config is not valid */
-kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *config, kvedge_layer **layer);
+/* Size, then init on memory of the caller's, aligned to 64 bytes: header and arrays in one block, which need not be cleared
+ * and is committed by the system only as tokens arrive. With `slabs` the arrays lie there, and are kept, not copied;
+ * `memory` needs kvedge_layer_header_bytes(config) then, aligned as malloc's. */
+size_t kvedge_layer_bytes(const kvedge_layer_config *config);        /* 0: the config is not valid */
+size_t kvedge_layer_header_bytes(const kvedge_layer_config *config); /* as well */
+kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *config,
+                                const kvedge_slabs *slabs, kvedge_layer **layer);
 
-/* The same on arrays that lie elsewhere; `header` needs kvedge_layer_header_bytes(config). The
- * arrays are kept, not copied. */
-size_t kvedge_layer_header_bytes(const kvedge_layer_config *config);
-kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *config,
-                                  const kvedge_slabs *slabs, kvedge_layer **layer);
-
-/* The convenience: memory from the heap, or pages of the system's for 64 KiB and more (small
- * ones, and huge ones where an array is long, whatever the policy for huge pages is); or from an
- * allocator of the caller's, which lives as long as the layer. Destroy only what these made. */
+/* The convenience: memory of an allocator of the caller's, which lives as long as the layer. NULL: from the heap, or pages of
+ * the system's for 64 KiB and more (small ones, and huge ones where an array is long, whatever the policy for huge pages
+ * is). Destroy only what create made. */
 typedef struct {
   void *(*allocate)(void *context, size_t bytes); /* aligned to 64 bytes, need not be cleared; NULL: there is none */
   void (*release)(void *context, void *memory, size_t bytes);
   void *context;
 } kvedge_allocator;
-kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **layer);
-kvedge_status kvedge_layer_create_with(const kvedge_layer_config *config, const kvedge_allocator *allocator,
-                                       kvedge_layer **layer);
+kvedge_status kvedge_layer_create(const kvedge_layer_config *config, const kvedge_allocator *allocator,
+                                  kvedge_layer **layer);
 void kvedge_layer_destroy(kvedge_layer *layer);
 
 /* Stores keys minus this vector, float[num_kv_heads][head_dim], which changes no attention result
@@ -352,7 +348,7 @@ void kvedge_layer_describe(const kvedge_layer *layer, kvedge_layer_config *confi
  *   kvedge_session_reader_bytes(data, bytes, &needed, &why);   // data: a whole file; why: what is wrong with it
  *   kvedge_session_read(data, bytes, memory, needed, &reader, &why);
  *   const kvedge_session *held = kvedge_session_held(reader);
- *   for every layer:  kvedge_layer_create(&config, &layers[i])   // held->layers[i].config, with the capacity you want
+ *   for every layer:  kvedge_layer_create(&config, NULL, &layers[i])   // held->layers[i].config, with the capacity you want
  *   kvedge_session_load(reader, layers, &why);
  *
  * Layers with recent or sinks are in files whole, and so are those in runs that have a recent_format. Of the last tokens a
@@ -722,7 +718,7 @@ int kvedge_get_num_threads(void);
 
 /* Waits until no helper thread still reads a layer on behalf of a call that has already returned
  * (one that was held up by another program; its work was done by others meanwhile). Needed before
- * memory handed to kvedge_layer_init or _attach is freed; the calls here that take rows away do it. */
+ * memory handed to kvedge_layer_init is freed; the calls here that take rows away do it. */
 void kvedge_quiesce(void);
 
 #if defined(KVEDGE_EXPORTS) && defined(__GNUC__)

@@ -282,7 +282,7 @@ static run_state new_caches(const model *m, kvedge_format format, int max_rows, 
   run_state s = {.layers = allocate((size_t)m->num_layers * sizeof(kvedge_layer *)), .num_threads = num_threads};
   const kvedge_layer_config config = {
       .format = format, .capacity = m->max_seq_len, .num_kv_heads = m->num_kv_heads, .head_dim = m->head_dim};
-  for (int l = 0; l < m->num_layers; l++) check(kvedge_layer_create(&config, &s.layers[l]), "cache");
+  for (int l = 0; l < m->num_layers; l++) check(kvedge_layer_create(&config, NULL, &s.layers[l]), "cache");
   s.x = floats(rows * dim), s.h = floats(rows * dim), s.q = floats(rows * dim);
   s.k = floats(rows * (size_t)m->kv_dim), s.v = floats(rows * (size_t)m->kv_dim);
   s.gate = floats(rows * (size_t)m->hidden_dim), s.up = floats(rows * (size_t)m->hidden_dim);

@@ -180,16 +180,13 @@ cdef extern from "kvedge.h" nogil:
     int kvedge_isa_available(const char *name, const char **why_not)
 
     size_t kvedge_layer_bytes(const kvedge_layer_config *config)
+    size_t kvedge_layer_header_bytes(const kvedge_layer_config *config)
     kvedge_status kvedge_layer_init(
-        void *memory, size_t bytes, const kvedge_layer_config *config, kvedge_layer **layer)
-    kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **layer)
-    kvedge_status kvedge_layer_create_with(
+        void *memory, size_t bytes, const kvedge_layer_config *config, const kvedge_slabs *slabs,
+        kvedge_layer **layer)
+    kvedge_status kvedge_layer_create(
         const kvedge_layer_config *config, const kvedge_allocator *allocator, kvedge_layer **layer)
     void kvedge_layer_destroy(kvedge_layer *layer)
-    size_t kvedge_layer_header_bytes(const kvedge_layer_config *config)
-    kvedge_status kvedge_layer_attach(
-        void *header, size_t bytes, const kvedge_layer_config *config, const kvedge_slabs *slabs,
-        kvedge_layer **layer)
     kvedge_status kvedge_layer_set_key_offset(kvedge_layer *layer, const float *key_offset)
     kvedge_status kvedge_layer_set_key_scale(kvedge_layer *layer, const float *key_scale)
     kvedge_status kvedge_layer_append(

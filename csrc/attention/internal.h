@@ -190,13 +190,6 @@ kvedge_attended kvedge_attended_tokens(const kvedge_attention *a, const kvedge_r
 kvedge_cache_view kvedge_layer_view(const kvedge_layer *layer, const kvedge_attention_options *options,
                                     kvedge_segment *segment);
 
-/* Takes `bytes` from a region that starts at base (NULL: only counts). */
-static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
-  void *at = base ? base + *used : NULL;
-  *used += kvedge_align(bytes);
-  return at;
-}
-
 /* The tokens of a view from `start` on; `segments` are those of the view. */
 void kvedge_cut_view(kvedge_cache_view *view, kvedge_segment *segments, int64_t start);
 

@@ -96,7 +96,7 @@ kvedge_status kvedge_layer_reserve(kvedge_layer **grown, int64_t num_tokens) {
   if (tokens <= capacity / 2) return kvedge_layer_compact(layer); /* then half is free: a row is moved per token */
   kvedge_layer_config config = layer->config;
   config.capacity = tokens > LEAST / 2 ? (2 * tokens + KVEDGE_RUN - 1) / KVEDGE_RUN * KVEDGE_RUN : LEAST;
-  kvedge_status status = kvedge_layer_create_with(&config, &layer->allocator, &next);
+  kvedge_status status = kvedge_layer_create(&config, &layer->allocator, &next);
   if (status == KVEDGE_ERROR_ARGUMENT) return KVEDGE_ERROR_MEMORY; /* more than a layer can have */
   if (status == KVEDGE_OK) status = kvedge_layer_copy(layer, next);
   if (status != KVEDGE_OK) return status;

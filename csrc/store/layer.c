@@ -102,34 +102,25 @@ static int side_bytes(const kvedge_layer_config *config, const kvedge_side *side
   return 1;
 }
 
-/* Where the arrays of a layer lie in one block, from the end of its header on. */
-typedef struct {
-  size_t value_codes, key_scales, value_scales;
-  size_t first_keys, first_values, last_keys, last_values;
-  size_t bytes;
-} slab_offsets;
-
-/* 0: they do not fit into a size_t. */
-static int slabs_in_block(const kvedge_layer_config *config, slab_offsets *at) {
+/* Lays the arrays of a layer out from `base` on (NULL: only counts); returns their bytes, 0: more than a size_t has. */
+static size_t lay_out(const kvedge_layer_config *config, char *base, kvedge_slabs *slabs) {
   const kvedge_side keys = keys_of(config), values = values_of(config);
-  size_t key_codes, value_codes, key_scales, value_scales;
+  size_t key_codes, value_codes, key_scales, value_scales, used = 0;
   if (!side_bytes(config, &keys, &key_codes, &key_scales)) return 0;
   if (!side_bytes(config, &values, &value_codes, &value_scales)) return 0;
-  at->value_codes = key_codes;
-  at->key_scales = at->value_codes + value_codes;
-  at->value_scales = at->key_scales + key_scales;
-  at->bytes = at->value_scales + value_scales;
-  at->first_keys = at->first_values = at->last_keys = at->last_values = at->bytes;
-  if (!has_ranges(config)) return 1;
-  size_t *const offsets[] = {&at->first_keys, &at->first_values, &at->last_keys, &at->last_values};
-  for (int i = 0; i < 4; i++) {
+  *slabs = (kvedge_slabs){.key_codes = kvedge_take(base, &used, key_codes)};
+  slabs->value_codes = kvedge_take(base, &used, value_codes);
+  slabs->key_scales = kvedge_take(base, &used, key_scales);
+  slabs->value_scales = kvedge_take(base, &used, value_scales);
+  void **const apart[] = {&slabs->first_keys, &slabs->first_values, &slabs->last_keys, &slabs->last_values};
+  for (int i = 0; i < 4 && has_ranges(config); i++) {
     const kvedge_layer_config of = i < 2 ? kvedge_first_config(config) : kvedge_last_config(config);
     const kvedge_side side = i % 2 ? values_of(&of) : keys_of(&of);
     size_t codes, scales;
     if (!side_bytes(&of, &side, &codes, &scales)) return 0;
-    *offsets[i] = at->bytes, at->bytes += codes;
+    *apart[i] = kvedge_take(base, &used, codes);
   }
-  return 1;
+  return used;
 }
 
 int64_t kvedge_layer_last_rows(const kvedge_layer_config *given) {
@@ -145,9 +136,9 @@ size_t kvedge_layer_header_bytes(const kvedge_layer_config *given) {
 
 size_t kvedge_layer_bytes(const kvedge_layer_config *given) {
   kvedge_layer_config config;
-  slab_offsets at;
-  if (!complete_config(given, &config) || !slabs_in_block(&config, &at)) return 0;
-  return header_bytes(&config) + at.bytes;
+  kvedge_slabs unused;
+  const size_t slabs = complete_config(given, &config) ? lay_out(&config, NULL, &unused) : 0;
+  return slabs ? header_bytes(&config) + slabs : 0;
 }
 
 /* An empty plain layer over arrays. */
@@ -192,10 +183,17 @@ static void open_ranges(kvedge_layer *layer, const kvedge_slabs *slabs) {
   atomic_init(&layer->last_row, 0);
 }
 
-kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer_config *given,
-                                  const kvedge_slabs *slabs, kvedge_layer **out) {
+kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *given, const kvedge_slabs *slabs,
+                                kvedge_layer **out) {
   kvedge_layer_config config;
-  if (!header || !slabs || !out || !complete_config(given, &config)) return KVEDGE_ERROR_ARGUMENT;
+  kvedge_slabs own;
+  if (!memory || !out || !complete_config(given, &config)) return KVEDGE_ERROR_ARGUMENT;
+  size_t needed = header_bytes(&config);
+  if (!slabs) {
+    const size_t own_bytes = lay_out(&config, (char *)memory + needed, &own);
+    if ((uintptr_t)memory % 64 || own_bytes == 0) return KVEDGE_ERROR_ARGUMENT;
+    needed += own_bytes, slabs = &own;
+  }
   if (!slabs->key_codes || !slabs->value_codes) return KVEDGE_ERROR_ARGUMENT;
   const kvedge_side keys = keys_of(&config), values = values_of(&config);
   if ((keys.format->has_scales && !slabs->key_scales) || (values.format->has_scales && !slabs->value_scales))
@@ -203,36 +201,20 @@ kvedge_status kvedge_layer_attach(void *header, size_t bytes, const kvedge_layer
   if (has_ranges(&config) && config.sinks && (!slabs->first_keys || !slabs->first_values)) return KVEDGE_ERROR_ARGUMENT;
   if (has_ranges(&config) && kvedge_last_rows(&config) && (!slabs->last_keys || !slabs->last_values))
     return KVEDGE_ERROR_ARGUMENT;
-  if (bytes < header_bytes(&config)) return KVEDGE_ERROR_MEMORY;
+  if (bytes < needed) return KVEDGE_ERROR_MEMORY;
   kvedge_status status = kvedge_isa_ready();
   if (status != KVEDGE_OK) return status;
-  *out = header;
+  *out = memory;
   open_layer(*out, &config, slabs);
   if (has_ranges(&config)) open_ranges(*out, slabs);
   return KVEDGE_OK;
 }
 
-kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *given, kvedge_layer **out) {
-  kvedge_layer_config config;
-  slab_offsets at;
-  if (!memory || (uintptr_t)memory % 64) return KVEDGE_ERROR_ARGUMENT;
-  if (!complete_config(given, &config) || !slabs_in_block(&config, &at)) return KVEDGE_ERROR_ARGUMENT;
-  if (bytes < kvedge_layer_bytes(given)) return KVEDGE_ERROR_MEMORY;
-  char *base = (char *)memory + header_bytes(&config);
-  kvedge_slabs slabs = {.key_codes = base,
-                        .value_codes = base + at.value_codes,
-                        .key_scales = base + at.key_scales,
-                        .value_scales = base + at.value_scales,
-                        .first_keys = base + at.first_keys,
-                        .first_values = base + at.first_values,
-                        .last_keys = base + at.last_keys,
-                        .last_values = base + at.last_values};
-  return kvedge_layer_attach(memory, bytes, &config, &slabs, out);
-}
-
 /* All of an array but its first huge page: a short context takes small pages only. */
-static void advise_slab(void *slab, size_t bytes) {
-  if (bytes > KVEDGE_HUGE_PAGE) kvedge_advise_huge_pages((char *)slab + KVEDGE_HUGE_PAGE, bytes - KVEDGE_HUGE_PAGE);
+static void advise_codes(const kvedge_layer_config *config, const kvedge_side *side) {
+  size_t codes, scales;
+  if (side_bytes(config, side, &codes, &scales) && codes > KVEDGE_HUGE_PAGE)
+    kvedge_advise_huge_pages(side->codes + KVEDGE_HUGE_PAGE, codes - KVEDGE_HUGE_PAGE);
 }
 
 static void *allocate_pages(void *context, size_t bytes) {
@@ -245,29 +227,23 @@ static void release_pages(void *context, void *memory, size_t bytes) {
   kvedge_pages_free(memory, bytes);
 }
 
-kvedge_status kvedge_layer_create_with(const kvedge_layer_config *config, const kvedge_allocator *allocator,
-                                       kvedge_layer **out) {
-  size_t bytes = kvedge_layer_bytes(config);
-  if (!bytes || !out || !allocator || !allocator->allocate || !allocator->release) return KVEDGE_ERROR_ARGUMENT;
-  void *memory = allocator->allocate(allocator->context, bytes);
+kvedge_status kvedge_layer_create(const kvedge_layer_config *config, const kvedge_allocator *allocator,
+                                  kvedge_layer **out) {
+  static const kvedge_allocator pages = {.allocate = allocate_pages, .release = release_pages};
+  const kvedge_allocator *from = allocator ? allocator : &pages;
+  const size_t bytes = kvedge_layer_bytes(config);
+  if (!bytes || !out || !from->allocate || !from->release) return KVEDGE_ERROR_ARGUMENT;
+  void *memory = from->allocate(from->context, bytes);
   if (!memory) return KVEDGE_ERROR_MEMORY;
-  kvedge_status status = kvedge_layer_init(memory, bytes, config, out);
+  kvedge_status status = kvedge_layer_init(memory, bytes, config, NULL, out);
   if (status != KVEDGE_OK) {
-    allocator->release(allocator->context, memory, bytes);
+    from->release(from->context, memory, bytes);
     return status;
   }
-  (*out)->allocator = *allocator;
-  return KVEDGE_OK;
-}
-
-kvedge_status kvedge_layer_create(const kvedge_layer_config *config, kvedge_layer **out) {
-  static const kvedge_allocator pages = {.allocate = allocate_pages, .release = release_pages};
-  const kvedge_status status = kvedge_layer_create_with(config, &pages, out);
-  if (status != KVEDGE_OK) return status;
-  slab_offsets at;
-  slabs_in_block(&(*out)->config, &at);
-  advise_slab((*out)->keys.codes, at.value_codes);
-  advise_slab((*out)->values.codes, at.key_scales - at.value_codes);
+  (*out)->allocator = *from;
+  if (allocator) return KVEDGE_OK;
+  advise_codes(&(*out)->config, &(*out)->keys);
+  advise_codes(&(*out)->config, &(*out)->values);
   return KVEDGE_OK;
 }
 

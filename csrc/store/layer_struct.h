@@ -85,4 +85,11 @@ void kvedge_rotate(const kvedge_rotation *by, float *x);
 
 static inline size_t kvedge_align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
+/* Takes `bytes` from a region that starts at base (NULL: only counts). */
+static inline void *kvedge_take(char *base, size_t *used, size_t bytes) {
+  void *at = base ? base + *used : NULL;
+  *used += kvedge_align(bytes);
+  return at;
+}
+
 #endif

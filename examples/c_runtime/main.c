@@ -65,7 +65,7 @@ int main(void) {
   size_t layer_bytes = kvedge_layer_bytes(&config);
   void *layer_memory = allocate(layer_bytes);
   kvedge_layer *layer;
-  kvedge_status status = kvedge_layer_init(layer_memory, layer_bytes, &config, &layer);
+  kvedge_status status = kvedge_layer_init(layer_memory, layer_bytes, &config, NULL, &layer);
   if (status) die("layer", status);
 
   float key[NUM_KV_HEADS * HEAD_DIM], value[NUM_KV_HEADS * HEAD_DIM];

@@ -23,11 +23,11 @@ using Layer = std::unique_ptr<kvedge_layer, Destroy>;
 
 Layer make_layer(const kvedge_layer_config &config) {
   kvedge_layer *layer = nullptr;
-  check(kvedge_layer_create(&config, &layer));
+  check(kvedge_layer_create(&config, NULL, &layer));
   return Layer(layer);
 }
 
-}  // namespace
+} // namespace
 
 int main() {
   constexpr int num_heads = 8, num_kv_heads = 2, head_dim = 64, num_tokens = 100;
@@ -41,7 +41,7 @@ int main() {
     std::vector<float> keys(num_tokens * num_kv_heads * head_dim), values(keys.size());
     for (std::size_t i = 0; i < keys.size(); i++) {
       keys[i] = static_cast<float>(i % 17) / 17.0f;
-      values[i] = static_cast<float>(i % head_dim);  // each token's value: 0, 1, 2, ...
+      values[i] = static_cast<float>(i % head_dim); // each token's value: 0, 1, 2, ...
     }
     check(kvedge_layer_append(layer.get(), keys.data(), values.data(), num_tokens));
 

@@ -22,7 +22,7 @@ cdef class Layer:
     def __cinit__(self, int capacity, int num_kv_heads, int head_dim):
         self.config = kvedge_layer_config(
             capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        check(kvedge_layer_create(&self.config, &self.layer))
+        check(kvedge_layer_create(&self.config, NULL, &self.layer))
 
     def __dealloc__(self):
         kvedge_layer_destroy(self.layer)

@@ -38,7 +38,7 @@ kvedge_layer *kvedge_ggml_attach(const struct ggml_tensor *k, const struct ggml_
   const size_t bytes = kvedge_layer_header_bytes(&config);
   void *header = bytes ? malloc(bytes) : NULL;
   kvedge_layer *layer = NULL;
-  if (header && kvedge_layer_attach(header, bytes, &config, &slabs, &layer) != KVEDGE_OK) free(header);
+  if (header && kvedge_layer_init(header, bytes, &config, &slabs, &layer) != KVEDGE_OK) free(header);
   return layer;
 }
 

@@ -275,7 +275,7 @@ cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0, ap
     handle.header = PyMem_Malloc(size)
     if handle.header == NULL:
         raise OutOfMemoryError(f"cannot allocate {size} bytes for a layer")
-    status = kvedge_layer_attach(handle.header, size, &c_config, &c_slabs, &handle.layer)
+    status = kvedge_layer_init(handle.header, size, &c_config, &c_slabs, &handle.layer)
     if status == KVEDGE_OK and key_map.offset is not None:
         status = kvedge_layer_set_key_offset(handle.layer, _floats(key_map.offset))
     if status == KVEDGE_OK and key_map.scale is not None:

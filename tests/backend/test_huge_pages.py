@@ -81,7 +81,7 @@ def layers(count, capacity):
     for _ in range(count):
         layer = ctypes.c_void_p()
         config = Config(0, 0, capacity, 8, 64, 0, 0, 0)
-        assert library.kvedge_layer_create(ctypes.byref(config), ctypes.byref(layer)) == 0
+        assert library.kvedge_layer_create(ctypes.byref(config), None, ctypes.byref(layer)) == 0
         assert library.kvedge_layer_append(layer, x.ctypes.data, x.ctypes.data, 1) == 0
         made.append(layer)
     return made

@@ -6,7 +6,7 @@
 static kvedge_layer *scaled_layer(kvedge_layer_config config, const float *offset, const float *scale,
                                   const float *keys, const float *values, int64_t len) {
   kvedge_layer *layer = NULL;
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   if (offset) CHECK(kvedge_layer_set_key_offset(layer, offset) == KVEDGE_OK);
   if (scale) CHECK(kvedge_layer_set_key_scale(layer, scale) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, keys, values, len) == KVEDGE_OK);

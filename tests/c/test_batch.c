@@ -107,7 +107,7 @@ static kvedge_layer *random_layer(int heads, int dim, int capacity) {
                                 .head_dim = dim,
                                 .group_size = ONE_OF(0, 0, 32)};
   kvedge_layer *layer = NULL;
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   if (config.format == KVEDGE_INT8 && random_below(2)) {
     float *offset = random_floats((size_t)(heads * dim), 2.0f);
     CHECK(kvedge_layer_set_key_offset(layer, offset) == KVEDGE_OK);
@@ -121,7 +121,7 @@ static kvedge_layer *empty_copy(const kvedge_layer *layer, int64_t capacity, con
   kvedge_layer *copy = NULL;
   kvedge_layer_describe(layer, &config, NULL);
   config.capacity = capacity;
-  CHECK(kvedge_layer_create(&config, &copy) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &copy) == KVEDGE_OK);
   if (offset) CHECK(kvedge_layer_set_key_offset(copy, offset) == KVEDGE_OK);
   return copy;
 }
@@ -205,7 +205,7 @@ static kvedge_part part_in_blocks(kvedge_layer_config config, const float *keys,
   const int size = ONE_OF(1, 3, 16, 40), row = random_below(2 * size), used = (row + n + size - 1) / size;
   kvedge_layer *pool;
   config.capacity = (int64_t)size * (used + 3);
-  CHECK(used <= MOST_BLOCKS && kvedge_layer_create(&config, &pool) == KVEDGE_OK);
+  CHECK(used <= MOST_BLOCKS && kvedge_layer_create(&config, NULL, &pool) == KVEDGE_OK);
   if (random_below(2))
     for (int i = 0; i < used; i++) table[i] = used + 2 - i;
   else
@@ -255,7 +255,7 @@ static void parts_case(void) {
   kvedge_part parts[MOST_PARTS];
   static int32_t tables[MOST_PARTS][MOST_BLOCKS];
   turn_of_part turns[MOST_PARTS];
-  CHECK(kvedge_layer_create(&config, &whole) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &whole) == KVEDGE_OK);
   CHECK(kvedge_layer_append(whole, keys, values, len) == KVEDGE_OK);
   for (int i = 0, at = 0; i < num; i++) {
     const int n = i + 1 < num ? random_below(len - at + 1) : len - at, before = random_below(3);
@@ -266,7 +266,7 @@ static void parts_case(void) {
       at += n;
       continue;
     }
-    CHECK(kvedge_layer_create(&config, &layers[i]) == KVEDGE_OK);
+    CHECK(kvedge_layer_create(&config, NULL, &layers[i]) == KVEDGE_OK);
     CHECK(kvedge_layer_append(layers[i], keys, values, before < len ? before : len) == KVEDGE_OK);
     const int64_t row = kvedge_layer_len(layers[i]);
     if (n) CHECK(kvedge_layer_append(layers[i], keys + at * heads * dim, values + at * heads * dim, n) == KVEDGE_OK);
@@ -323,10 +323,10 @@ static void test_parts_are_checked(void) {
   float *tokens = random_floats(LEN * HEADS * DIM, 1.0f), out[HEADS * DIM], lse[HEADS], both[HEADS * DIM], all[HEADS];
   kvedge_layer_config config = {.format = KVEDGE_FLOAT32, .capacity = LEN, .num_kv_heads = HEADS, .head_dim = DIM};
   kvedge_layer *layer, *narrow;
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, tokens, tokens, LEN) == KVEDGE_OK);
   config.head_dim = 4;
-  CHECK(kvedge_layer_create(&config, &narrow) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &narrow) == KVEDGE_OK);
   CHECK(kvedge_layer_append(narrow, tokens, tokens, LEN) == KVEDGE_OK);
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
@@ -433,7 +433,7 @@ static void test_narrow_results(void) {
   const kvedge_layer_config config = {.format = KVEDGE_FLOAT32, .capacity = 1, .num_kv_heads = 1, .head_dim = DIM};
   const float keys[DIM] = {0}, values[DIM] = {70000.0f, -1e38f, 65504.0f, 1e-8f};
   kvedge_layer *layer = NULL;
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, keys, values, 1) == KVEDGE_OK);
   uint16_t out[DIM];
   kvedge_attention_call call = {
@@ -557,7 +557,7 @@ static void test_append_all_or_nothing(void) {
   for (int i = 0; i < NUM; i++) {
     const kvedge_layer_config config = {
         .format = i ? KVEDGE_FLOAT16 : KVEDGE_INT8, .capacity = 4 - i, .num_kv_heads = 1, .head_dim = DIM};
-    CHECK(kvedge_layer_create(&config, &layers[i]) == KVEDGE_OK);
+    CHECK(kvedge_layer_create(&config, NULL, &layers[i]) == KVEDGE_OK);
     CHECK(kvedge_layer_append(layers[i], good, good, 1) == KVEDGE_OK);
     keys[i] = values[i] = refused[i] = (kvedge_array){.data = good, .token_stride = DIM * sizeof(float)};
   }
@@ -600,7 +600,7 @@ static void test_errors_of_a_batch(void) {
         lse[NUM][HEADS];
   const int32_t blocks[] = {3, 0, 4};
   kvedge_layer *pool = NULL;
-  CHECK(kvedge_layer_create(&config, &pool) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &pool) == KVEDGE_OK);
   CHECK(kvedge_layer_write(pool, 0, rows, rows, 5 * BLOCK) == KVEDGE_OK);
   for (int i = 0; i < NUM * HEADS * DIM; i++) query[i / (HEADS * DIM)][i % (HEADS * DIM)] = rows[i];
   memset(out, UNTOUCHED, sizeof out), memset(lse, UNTOUCHED, sizeof lse);

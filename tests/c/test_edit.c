@@ -58,7 +58,7 @@ static kvedge_layer *layer_with(kvedge_format format, int64_t capacity, counter 
   const kvedge_layer_config config = config_of(format, capacity);
   const kvedge_allocator allocator = {.allocate = counted, .release = released, .context = c};
   kvedge_layer *layer = NULL;
-  CHECK(kvedge_layer_create_with(&config, &allocator, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, &allocator, &layer) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, keys[first][0], values[first][0], stop - first) == KVEDGE_OK);
   return layer;
 }
@@ -135,7 +135,7 @@ static void test_reserve(kvedge_format format) {
 
   const kvedge_layer_config config = config_of(format, 4);
   block memory = new_block(kvedge_layer_bytes(&config));
-  CHECK(kvedge_layer_init(memory.data, memory.size, &config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_init(memory.data, memory.size, &config, NULL, &layer) == KVEDGE_OK);
   CHECK(kvedge_layer_reserve(&layer, 5) == KVEDGE_ERROR_ARGUMENT); /* the caller's memory does not grow */
   free_block(&memory);
 }

@@ -204,7 +204,7 @@ enum { LAYERS = sizeof layers / sizeof *layers };
 static void make_layer(model_layer *m, const kvedge_allocator *allocator) {
   float vector[KV_HEADS * DIM];
   unsigned state = 5;
-  OK(kvedge_layer_create_with(&m->config, allocator, &m->layer));
+  OK(kvedge_layer_create(&m->config, allocator, &m->layer));
   fill(vector, KV_HEADS * DIM, &state);
   if (m->offset) OK(kvedge_layer_set_key_offset(m->layer, vector));
   for (int i = 0; i < KV_HEADS * DIM; i++) vector[i] = 1.25f + vector[i];
@@ -287,7 +287,7 @@ static void edit(arena *a, const kvedge_allocator *allocator) {
   kvedge_layer_config config;
   kvedge_layer_describe(m->layer, &config, NULL);
   kvedge_layer *copy;
-  OK(kvedge_layer_create_with(&config, allocator, &copy));
+  OK(kvedge_layer_create(&config, allocator, &copy));
   OK(kvedge_layer_copy(m->layer, copy));
   int64_t kept[100];
   for (int i = 0; i < 100; i++) kept[i] = 4 * i + 1;
@@ -377,7 +377,7 @@ static void beside_a_writer(arena *a) {
   stream s = {.memory = a};
   pthread_t writer, readers[2];
   float key[KV_HEADS * DIM], value[KV_HEADS * VALUE_DIM];
-  OK(kvedge_layer_init(memory, bytes, &config, &s.layer));
+  OK(kvedge_layer_init(memory, bytes, &config, NULL, &s.layer));
   for (int64_t token = 0; token < 64; token++) {
     stream_row(token, key, value);
     OK(kvedge_layer_append(s.layer, key, value, 1));
@@ -410,7 +410,7 @@ static void paged(arena *a) {
   const size_t bytes = kvedge_layer_bytes(&config);
   void *memory = take(a, bytes);
   kvedge_layer *pool;
-  OK(kvedge_layer_init(memory, bytes, &config, &pool));
+  OK(kvedge_layer_init(memory, bytes, &config, NULL, &pool));
   enum { PROMPT = 5 * BLOCK + 3, ROW = KV_HEADS * DIM };
   float *keys = take(a, 2 * (PROMPT + 1) * ROW * sizeof *keys), *values = keys + (PROMPT + 1) * ROW;
   unsigned state = 9;
@@ -432,7 +432,7 @@ static void paged(arena *a) {
   };
   OK(kvedge_attend_batch(pool, BLOCK, sequences, 2, HEADS, NULL, 2));
   kvedge_layer *flat;
-  OK(kvedge_layer_create(&config, &flat));
+  OK(kvedge_layer_create(&config, NULL, &flat));
   for (int i = 0; i < 2; i++) {
     OK(kvedge_layer_set_len(flat, 0));
     OK(kvedge_layer_append(flat, keys, values, PROMPT));
@@ -459,7 +459,7 @@ static void batches(arena *a, const kvedge_allocator *allocator) {
   kvedge_array arrays[ROWS];
   for (size_t i = 0; i < size / sizeof *keys; i++) keys[i] = (uint16_t)(0x3f00 + i % 97);
   for (int i = 0; i < ROWS; i++) {
-    OK(kvedge_layer_create_with(&config, allocator, &rows[i]));
+    OK(kvedge_layer_create(&config, allocator, &rows[i]));
     arrays[i] = (kvedge_array){.data = keys + i * KV_HEADS * 50 * 40,
                                .type = KVEDGE_TYPE_BFLOAT16,
                                .token_stride = 80,
@@ -499,7 +499,7 @@ static void batches(arena *a, const kvedge_allocator *allocator) {
   kvedge_layer *both = NULL;
   kvedge_layer_config larger = config;
   larger.capacity = 128;
-  OK(kvedge_layer_create(&larger, &both));
+  OK(kvedge_layer_create(&larger, NULL, &both));
   OK(kvedge_layers_append(&both, &arrays[0], &arrays[0], 1, 50));
   OK(kvedge_layers_append(&both, &arrays[1], &arrays[1], 1, 50));
   double expected[HEADS * DIM];
@@ -559,7 +559,7 @@ static void session(team *t, arena *a, const kvedge_allocator *allocator) {
       kvedge_layer_config config = told->layers[i].config;
       config.capacity += 10;
       CHECK(told->layers[i].window == layers[i].window && told->layers[i].has_key_offset == layers[i].offset);
-      OK(kvedge_layer_create_with(&config, allocator, &loaded[i]));
+      OK(kvedge_layer_create(&config, allocator, &loaded[i]));
     }
     const kvedge_status status = kvedge_session_load(reader, loaded, &why);
     CHECK(status == (round ? KVEDGE_OK : KVEDGE_ERROR_FILE) && (round || why));

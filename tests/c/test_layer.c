@@ -34,7 +34,7 @@ static guarded_layer new_layer(kvedge_layer_config config) {
                               .value_codes = g.codes[1].data,
                               .key_scales = g.scales[0].data,
                               .value_scales = g.scales[1].data};
-  CHECK(kvedge_layer_attach(g.header.data, g.header.size, &config, &slabs, &g.layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_init(g.header.data, g.header.size, &config, &slabs, &g.layer) == KVEDGE_OK);
   return g;
 }
 
@@ -143,11 +143,11 @@ static void test_bad_configs(void) {
     kvedge_layer *layer = NULL;
     CHECK(kvedge_layer_bytes(&bad[i]) == 0);
     CHECK(kvedge_layer_header_bytes(&bad[i]) == 0);
-    CHECK(kvedge_layer_create(&bad[i], &layer) == KVEDGE_ERROR_ARGUMENT && layer == NULL);
+    CHECK(kvedge_layer_create(&bad[i], NULL, &layer) == KVEDGE_ERROR_ARGUMENT && layer == NULL);
   }
   CHECK(kvedge_layer_bytes(NULL) == 0);
-  CHECK(kvedge_layer_create(NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_layer_create(&plain, NULL) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_create(NULL, NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_create(&plain, NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
   for (int status = -1; status < 20; status++) CHECK(kvedge_strerror((kvedge_status)status)[0] != 0);
   end();
 }
@@ -159,12 +159,12 @@ static void test_memory_of_the_caller(void) {
   char *memory = aligned_alloc(64, bytes + 64);
   kvedge_layer *layer = NULL;
   kvedge_slabs slabs = {0};
-  CHECK(kvedge_layer_init(memory, bytes - 1, &plain, &layer) == KVEDGE_ERROR_MEMORY);
-  CHECK(kvedge_layer_init(memory + 4, bytes, &plain, &layer) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_layer_init(NULL, bytes, &plain, &layer) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_layer_attach(memory, bytes, &plain, &slabs, &layer) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_init(memory, bytes - 1, &plain, NULL, &layer) == KVEDGE_ERROR_MEMORY);
+  CHECK(kvedge_layer_init(memory + 4, bytes, &plain, NULL, &layer) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_init(NULL, bytes, &plain, NULL, &layer) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_init(memory, bytes, &plain, &slabs, &layer) == KVEDGE_ERROR_ARGUMENT);
   CHECK(layer == NULL);
-  CHECK(kvedge_layer_init(memory, bytes, &plain, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_init(memory, bytes, &plain, NULL, &layer) == KVEDGE_OK);
   kvedge_layer_config config;
   kvedge_layer_describe(layer, &config, &slabs);
   CHECK((char *)slabs.key_codes >= memory && (char *)slabs.value_scales < memory + bytes);

@@ -46,7 +46,7 @@ static void test_step(kvedge_layer_config config, const kvedge_attention_options
   block memory = new_block(kvedge_layer_bytes(&config));
   float out[HEADS * DIM], again[HEADS * DIM];
   kvedge_layer *layer;
-  CHECK(kvedge_layer_init(memory.data, memory.size, &config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_init(memory.data, memory.size, &config, NULL, &layer) == KVEDGE_OK);
   kvedge_attention_options longest = *options; /* room for it is known while the layer is empty */
   longest.num_tokens = CAPACITY;
   const int slices = kvedge_attention_num_slices(layer, 1, HEADS, &longest);
@@ -90,7 +90,7 @@ static void test_edits(void) {
   block memory[2] = {new_block(kvedge_layer_bytes(&config)), new_block(kvedge_layer_bytes(&config))};
   kvedge_layer *layers[2];
   for (int i = 0; i < 2; i++)
-    CHECK(kvedge_layer_init(memory[i].data, memory[i].size, &config, &layers[i]) == KVEDGE_OK);
+    CHECK(kvedge_layer_init(memory[i].data, memory[i].size, &config, NULL, &layers[i]) == KVEDGE_OK);
   float cosines[DIM / 2], sines[DIM / 2], out[2 * HEADS * DIM];
   const kvedge_rotation rotation = {.dims = DIM, .cosines = cosines, .sines = sines};
   const ptrdiff_t head = DIM * sizeof(float), token = HEADS * head;

@@ -122,7 +122,7 @@ static kvedge_layer *new_layer(void) {
   const kvedge_layer_config config = {.capacity = len, .num_kv_heads = KV_HEADS, .head_dim = DIM};
   float *rows = random_floats(len * KV_HEADS * DIM, 1.0f);
   kvedge_layer *layer = NULL;
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, rows, rows, len) == KVEDGE_OK);
   free(rows);
   return layer;

@@ -40,7 +40,7 @@ static kvedge_layer_config random_config(void) {
 
 static kvedge_layer *new_layer(const kvedge_layer_config *config) {
   kvedge_layer *layer = NULL;
-  if (kvedge_layer_create(config, &layer) != KVEDGE_OK) fail("no layer"), exit(1);
+  if (kvedge_layer_create(config, NULL, &layer) != KVEDGE_OK) fail("no layer"), exit(1);
   return layer;
 }
 
@@ -299,7 +299,7 @@ static void test_refused(void) {
   bad = config, bad.recent = 65537;
   CHECK(kvedge_layer_bytes(&bad) == 0);
   bad = config, bad.sinks = -1;
-  CHECK(kvedge_layer_create(&bad, &layer) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_layer_create(&bad, NULL, &layer) == KVEDGE_ERROR_ARGUMENT);
   for (int i = 0; i < 40; i++) {
     config = random_config();
     config.recent_format = KVEDGE_RECENT(KVEDGE_FLOAT16);

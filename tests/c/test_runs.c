@@ -23,7 +23,8 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
   kvedge_layer *pool;
   int32_t table[13];
   config.capacity = (int64_t)size * (used + 2);
-  CHECK(kvedge_layer_create(&config, &pool) == KVEDGE_OK && kvedge_layer_set_key_scale(pool, key_scale) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &pool) == KVEDGE_OK &&
+        kvedge_layer_set_key_scale(pool, key_scale) == KVEDGE_OK);
   const int backwards = random_below(2);
   table[0] = -1;
   for (int i = 0; i < used; i++) table[1 + i] = backwards ? used - i : i + 2;
@@ -82,7 +83,8 @@ static void attend_case(void) {
   kvedge_layer *runs = NULL, *floats = NULL, *copy = NULL;
   float *keys = random_floats((size_t)(len * heads * dim), 2.0f);
   float *values = random_floats((size_t)(len * heads * value_dim), 2.0f);
-  CHECK(kvedge_layer_create(&config, &runs) == KVEDGE_OK && kvedge_layer_create(&config, &copy) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &runs) == KVEDGE_OK &&
+        kvedge_layer_create(&config, NULL, &copy) == KVEDGE_OK);
   CHECK(kvedge_layer_set_key_scale(runs, key_scale) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys, values, 32) == KVEDGE_OK);
   CHECK(kvedge_layer_append(runs, keys + 32 * heads * dim, values + 32 * heads * value_dim, len - 32) == KVEDGE_OK);
@@ -92,7 +94,7 @@ static void attend_case(void) {
   CHECK(kvedge_layer_set_len(runs, seen) == KVEDGE_OK && kvedge_layer_copy(runs, copy) == KVEDGE_OK);
   const kvedge_layer_config of_floats = {
       .format = KVEDGE_FLOAT32, .capacity = len, .num_kv_heads = heads, .head_dim = dim, .value_head_dim = value_dim};
-  CHECK(kvedge_layer_create(&of_floats, &floats) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&of_floats, NULL, &floats) == KVEDGE_OK);
   CHECK(kvedge_layer_append(floats, keys, values, seen) == KVEDGE_OK);
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
@@ -137,7 +139,7 @@ static void tolerance_case(void) {
   float *query = random_floats((size_t)(rows * HEADS * DIM), 20.0f);
   for (int i = DIM; i < rows * HEADS * DIM; i++) query[i] = query[i % DIM]; /* all wait for the same few tokens */
   float out[MOST_ROWS * HEADS * DIM], expected[MOST_ROWS * HEADS * DIM], largest = 0.0f;
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, keys, values, LEN) == KVEDGE_OK);
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
@@ -189,7 +191,7 @@ static void test_refused(int values_format) {
   config.value_format = KVEDGE_VALUES(KVEDGE_INT8);
   CHECK(kvedge_layer_bytes(&config) == 0);
   config.capacity = 64, config.value_format = values_format;
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   REFUSED(kvedge_layer_append(layer, x, x, 31));
   REFUSED(kvedge_layer_append(layer, x, x, 33));
   REFUSED(kvedge_layer_set_key_scale(layer, scale));

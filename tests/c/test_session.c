@@ -67,7 +67,7 @@ static void append_tokens(kvedge_layer *layer, const float *keys, const float *v
 
 static kvedge_layer *new_layer(kvedge_layer_config config, int tokens) {
   kvedge_layer *layer;
-  if (kvedge_layer_create(&config, &layer) != KVEDGE_OK) fail("no layer"), exit(2);
+  if (kvedge_layer_create(&config, NULL, &layer) != KVEDGE_OK) fail("no layer"), exit(2);
   kvedge_layer_describe(layer, &config, NULL);
   const size_t keys = (size_t)(config.num_kv_heads * config.head_dim);
   const size_t values = (size_t)(config.num_kv_heads * config.value_head_dim);
@@ -149,7 +149,7 @@ static kvedge_status open_file(const block *file, opened *o, const char **why) {
   for (int i = 0; i < o->held->num_layers && i < MAX_LAYERS; i++) {
     kvedge_layer_config config = o->held->layers[i].config;
     config.capacity = o->held->length + MORE + i;
-    if (kvedge_layer_create(&config, &o->layers[i]) != KVEDGE_OK) return KVEDGE_ERROR_MEMORY;
+    if (kvedge_layer_create(&config, NULL, &o->layers[i]) != KVEDGE_OK) return KVEDGE_ERROR_MEMORY;
   }
   return KVEDGE_OK;
 }
@@ -334,7 +334,7 @@ static void test_forged_numbers(void) {
   kvedge_layer_config config = {.format = KVEDGE_FLOAT32, .capacity = 4, .num_kv_heads = 1, .head_dim = 2};
   for (int beyond = 0; beyond < 2; beyond++) {
     kvedge_layer *layer;
-    kvedge_layer_create(&config, &layer);
+    kvedge_layer_create(&config, NULL, &layer);
     const float scale[] = {1.0f, 4.0f}, key[] = {1e38f, 8e37f}, more = 1.2e38f;
     kvedge_layer_set_key_scale(layer, scale);
     kvedge_layer_append(layer, scale, scale, 1), kvedge_layer_append(layer, key, key, 1);
@@ -445,7 +445,7 @@ static void test_layers_that_do_not_fit(void) {
   kvedge_layer_config config = o.held->layers[1].config;
   kvedge_layer *small;
   config.capacity = 2;
-  CHECK(kvedge_layer_create(&config, &small) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &small) == KVEDGE_OK);
   CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){good[0], small}, &why) == KVEDGE_ERROR_CAPACITY);
   kvedge_layer_destroy(small);
   CHECK(are_empty(&o));
@@ -491,7 +491,7 @@ static void test_ranges_that_do_not_fit(void) {
     if (i == 2) config.recent_format = KVEDGE_RECENT(KVEDGE_BFLOAT16);
     if (i == 3) config = plain;
     if (i == 4) config.value_format = KVEDGE_VALUES(KVEDGE_KIVI2);
-    CHECK(kvedge_layer_create(&config, &other) == KVEDGE_OK);
+    CHECK(kvedge_layer_create(&config, NULL, &other) == KVEDGE_OK);
     CHECK(kvedge_session_load(o.reader, (kvedge_layer *[]){o.layers[0], other}, &why) == KVEDGE_ERROR_ARGUMENT);
     CHECK(are_empty(&o) && kvedge_layer_len(other) == 0);
     kvedge_layer_destroy(other);

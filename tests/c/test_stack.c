@@ -77,7 +77,7 @@ static void save_and_load(kvedge_layer *layer, const kvedge_layer_config *config
   CHECK(kvedge_session_reader_bytes(f.data, f.bytes, &needed, NULL) == KVEDGE_OK);
   void *memory = aligned_alloc(16, (needed + 15) / 16 * 16);
   CHECK(kvedge_session_read(f.data, f.bytes, memory, needed, &reader, NULL) == KVEDGE_OK);
-  CHECK(kvedge_layer_create(config, &again) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(config, NULL, &again) == KVEDGE_OK);
   CHECK(kvedge_session_load(reader, &again, NULL) == KVEDGE_OK);
   kvedge_layer_destroy(again);
   free(memory), free(f.data);
@@ -87,7 +87,7 @@ static void *use_layer(void *argument) {
   const stack_case *c = argument;
   const int runs = c->config.format >= KVEDGE_KIVI2 && c->config.format <= KVEDGE_KIVI8;
   kvedge_layer *layer;
-  CHECK(kvedge_layer_create(&c->config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&c->config, NULL, &layer) == KVEDGE_OK);
   for (int d = 0; d < KV_HEADS * DIM; d++) row[d] = 1.0f + (float)(d % 3);
   if (!runs) CHECK(kvedge_layer_set_key_scale(layer, row) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, keys, keys, TOKENS) == KVEDGE_OK);

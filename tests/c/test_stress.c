@@ -62,7 +62,7 @@ static void store_tokens(kvedge_layer_config config) {
   kvedge_layer *one;
   int right = 1;
   config.capacity = 1;
-  CHECK(kvedge_layer_create(&config, &one) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &one) == KVEDGE_OK);
   for (int64_t t = 0; t < CAPACITY; t++) {
     fill_tokens(keys, values, t, 1);
     right &= kvedge_layer_write(one, 0, keys, values, 1) == KVEDGE_OK && kvedge_layer_set_len(one, 1) == KVEDGE_OK;
@@ -393,7 +393,7 @@ static void test_sliding_layer(kvedge_format format) {
   reader readers[NUM_READERS];
   float *keys = malloc(MAX_WRITE * TOKEN * sizeof *keys), *values = malloc(MAX_WRITE * TOKEN * sizeof *values);
   store_tokens(config);
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   start_all(threads, readers, read_sliding);
   for (int64_t next = 0, limit = is_short() ? 100 : CAPACITY, n; next < limit; next += n) {
     n = random_below(4) ? 1 : 1 + random_below(MAX_WRITE);
@@ -417,7 +417,7 @@ static void test_layer(kvedge_format format) {
   pthread_t threads[NUM_READERS + 1];
   reader readers[NUM_READERS];
   store_tokens(config);
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   start_all(threads, readers, read_layer);
   fill_layer(is_short() ? 100 : CAPACITY);
   join_all(threads, readers);
@@ -477,7 +477,7 @@ static void test_pool(kvedge_format format) {
     tables[i / 2 % NUM_SEQUENCES][i / 2 / NUM_SEQUENCES * 2 + i % 2] = i;
   for (int s = 0; s < NUM_SEQUENCES; s++) atomic_store(&lengths[s], 0);
   store_tokens(config);
-  CHECK(kvedge_layer_create(&config, &layer) == KVEDGE_OK);
+  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
   start_all(threads, readers, read_pool);
   float keys[TOKEN * 8], values[TOKEN * 8];
   const int64_t limit = is_short() ? 2 * BLOCK : BLOCKS_EACH * BLOCK;

@@ -106,7 +106,7 @@ static void check_bad_configs(kvedge_layer_config config) {
       config.capacity = (int64_t)1 << 40, config.head_dim = 1024, config.num_kv_heads = 65536;
   }
   REQUIRE(kvedge_layer_bytes(&config) == 0, "bytes of a bad config");
-  REQUIRE(kvedge_layer_create(&config, &layer) == KVEDGE_ERROR_ARGUMENT && !layer, "create with a bad config");
+  REQUIRE(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_ERROR_ARGUMENT && !layer, "create with a bad config");
 }
 
 static kvedge_layer_config next_config(void) {
@@ -143,13 +143,14 @@ static void open_layer(void) {
   kvedge_status status;
   switch (next_below(4)) {
     case 0:
-      status = kvedge_layer_create(&config, &it.layer);
+      status = kvedge_layer_create(&config, NULL, &it.layer);
       it.created = 1;
       break;
     case 1:
       it.memory = exact_aligned(bytes, 64);
-      REQUIRE(kvedge_layer_init(it.memory, bytes - 1, &config, &it.layer) == KVEDGE_ERROR_MEMORY, "a byte too few");
-      status = kvedge_layer_init(it.memory, bytes, &config, &it.layer);
+      REQUIRE(kvedge_layer_init(it.memory, bytes - 1, &config, NULL, &it.layer) == KVEDGE_ERROR_MEMORY,
+              "a byte too few");
+      status = kvedge_layer_init(it.memory, bytes, &config, NULL, &it.layer);
       break;
     default: { /* arrays of exactly their size, half of them with no more alignment than malloc's */
       int aligned = one_in(2);
@@ -158,9 +159,9 @@ static void open_layer(void) {
         if (it.row_bytes[i]) it.own[i] = aligned ? exact_aligned(bytes_of(i), 64) : exact(bytes_of(i));
       const kvedge_slabs slabs = {
           .key_codes = it.own[0], .value_codes = it.own[1], .key_scales = it.own[2], .value_scales = it.own[3]};
-      REQUIRE(kvedge_layer_attach(it.memory, header - 1, &config, &slabs, &it.layer) == KVEDGE_ERROR_MEMORY,
+      REQUIRE(kvedge_layer_init(it.memory, header - 1, &config, &slabs, &it.layer) == KVEDGE_ERROR_MEMORY,
               "a byte too few");
-      status = kvedge_layer_attach(it.memory, header, &config, &slabs, &it.layer);
+      status = kvedge_layer_init(it.memory, header, &config, &slabs, &it.layer);
     }
   }
   REQUIRE(status == KVEDGE_OK, "status %d of a new layer", status);

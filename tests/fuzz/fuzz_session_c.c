@@ -75,7 +75,7 @@ static buffer copied(const void *data, size_t bytes, int mend_digest) {
   for (int i = 0; session && i < session->num_layers; i++) total += kvedge_layer_bytes(&session->layers[i].config);
   if (session && session->num_layers <= MOST_LAYERS && total <= MOST_BYTES) {
     for (int i = 0; i < session->num_layers; i++)
-      NOT_SO(kvedge_layer_create(&session->layers[i].config, &layers[i]) != KVEDGE_OK);
+      NOT_SO(kvedge_layer_create(&session->layers[i].config, NULL, &layers[i]) != KVEDGE_OK);
     if (mend_digest) {
       const kvedge_contents contents = {.session = session, .tensors = reader->tensors};
       kvedge_contents_digest(&contents, reader->digest);

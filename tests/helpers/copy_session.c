@@ -92,7 +92,7 @@ static void copy(int num_words, char **words) {
   for (int i = 0; i < session.num_layers; i++) {
     of[i] = session.layers[i];
     of[i].config.capacity += 3;
-    DO(kvedge_layer_create(&of[i].config, &layers[i]));
+    DO(kvedge_layer_create(&of[i].config, NULL, &layers[i]));
   }
   status = kvedge_session_load(reader, layers, &why);
   if (status == KVEDGE_OK) {

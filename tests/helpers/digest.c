@@ -79,7 +79,7 @@ int main(void) {
         memset(memory, 0, bytes);
         kvedge_layer *layer;
         kvedge_slabs slabs;
-        check(kvedge_layer_init(memory, bytes, &config, &layer), "init");
+        check(kvedge_layer_init(memory, bytes, &config, NULL, &layer), "init");
         check(kvedge_layer_append(layer, keys, values, TOKENS), "append");
         kvedge_layer_describe(layer, NULL, &slabs);
         const char *codes = slabs.key_codes; /* the first of the arrays, which end the block */
