@@ -127,7 +127,7 @@ typedef struct {
  * runs, too, a run being encoded from its tokens as recent_format has them once it is whole. 64 tokens more than are read are kept,
  * so that going back by as many leaves no trace; further back, what is read stays as it is stored. An append waits for calls
  * that read, once in 64 tokens or fewer. Of runs the capacity may be any, and arrays hold whole ones, as do rows beside them.
- * kvedge_layer_write and _filled, pools and the sliced calls of kvedge_attention are for other layers. */
+ * kvedge_layer_write and _filled, pools and kvedge_slices are for other layers. */
 typedef struct kvedge_layer kvedge_layer;
 
 typedef enum {
@@ -481,16 +481,19 @@ void kvedge_attention_defaults(kvedge_attention_options *options);
 kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
                             const kvedge_attention_options *options, int num_threads, float *out, float *lse);
 
-/* One of several calls on layers: kvedge_attend with strides, and with options of its own. */
+/* One of several calls: kvedge_attend with strides, and with options of its own; on a layer, on parts of layers, or on
+ * rows in memory of others (see below). */
 typedef struct {
   const kvedge_layer *layer;
   kvedge_array query; /* (num_rows, num_heads, head_dim), of the layer's last num_rows tokens */
   int64_t num_rows;
+  int num_heads;                           /* a multiple of the layer's num_kv_heads */
   kvedge_array out;                        /* as query; overlaps nothing that any of the calls reads or writes */
   float *lse;                              /* [num_rows][num_heads] or NULL */
   const kvedge_attention_options *options; /* NULL: defaults */
   const struct kvedge_part *parts;         /* where `layer` is NULL: [num_parts], what is attended to instead */
   int num_parts;                           /* 0 to 4096; 0: `layer` */
+  const struct kvedge_rows_cache *rows;    /* where both are missing; for kvedge_slices alone, with lse NULL */
 } kvedge_attention_call;
 
 /* Some tokens of a layer, at their place in a sequence whose tokens lie in several layers: first
@@ -517,56 +520,41 @@ typedef struct kvedge_part {
 
 /* kvedge_attend for every call, such as for the rows of a batch, which are layers of their own:
  * the work of all is shared out over the threads in one go. Layers may differ in length, format
- * and shape, and one may occur several times; num_heads has to be a multiple of the num_kv_heads
- * of each. Nothing is written unless all arguments are good. */
-kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads);
+ * and shape, and one may occur several times. Nothing is written unless all arguments are good. */
+kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_threads);
 
 /* logits[num_heads][num_tokens] of one query row against num_tokens tokens from first_row on (-1: from token 0):
  * scale * query . key, before any option. KVEDGE_ERROR_ARGUMENT if the layer holds fewer. */
 kvedge_status kvedge_scores(const kvedge_layer *layer, const float *query, int num_heads, float scale,
                             int64_t first_row, int64_t num_tokens, float *logits);
 
-/* The same in slices, for a runtime that has threads of its own and memory of its own:
+/* The same in slices, for a runtime that has threads of its own and memory of its own; calls are planned and run together:
  *
- *   size_t bytes = kvedge_attention_bytes(layer, num_rows, num_heads, options, num_slots);
- *   kvedge_attention_init(memory, bytes, layer, query, ..., num_slots, out, lse, &attention);
- *   for every slice, anywhere, at the same time:  kvedge_attention_run(attention, slice, slot, NULL)
- *   then, on one thread, slices in order:         kvedge_attention_collect(attention, slice, slot)
+ *   size_t bytes = kvedge_slices_bytes(calls, num_calls, num_threads);
+ *   kvedge_slices_init(memory, bytes, calls, num_calls, num_threads, &slices);
+ *   for every slice below kvedge_slices_count(slices), on any thread, at the same time:
+ *     kvedge_slices_run(slices, slice, next, thread);
  *
- * Where another thread appends meanwhile, options->num_tokens makes the first two calls mean the
- * same tokens. It may be more than num_slices' and bytes' layer holds, up to its capacity:
- * neither shrinks as tokens are added, so what they say of the longest context is enough for all
- * of it. run leaves a partial result in a slot; a slot is free again after collect. With as many
- * slots as slices (slot = slice) all may run before any is collected; one slot is enough for one
- * thread. A slot takes some 300 KiB with its result, which are touched only as threads run
- * slices at the same time. Slices do not depend on the number of threads, so neither do the
- * results, to the bit. */
-typedef struct kvedge_attention kvedge_attention;
+ * Once all slices have run, all is written. Nothing is allocated. What calls point to stays as it is until then. Results
+ * do not depend on the threads, to the bit. Calls are on a layer or on rows in memory of others. */
+typedef struct kvedge_slices kvedge_slices;
 
-int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
-                                const kvedge_attention_options *options);
-size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int num_heads,
-                              const kvedge_attention_options *options, int num_slots);
-kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
-                                    int64_t num_rows, int num_heads, const kvedge_attention_options *options,
-                                    int num_slots, float *out, float *lse, kvedge_attention **attention);
-/* The start of slice + 1 is prefetched at the end, so let a thread run slices that follow one another.
- * `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */
-void kvedge_attention_run(const kvedge_attention *attention, int slice, int slot, const volatile int *stop);
-void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot);
+/* Bytes for calls; 0: a call is not valid. What query and out point to is not looked at. options.num_tokens may be more than a
+ * layer holds, up to its capacity: bytes do not shrink as tokens are added, so those of the longest context are enough for
+ * all of it. A thread takes some 300 KiB of them. */
+size_t kvedge_slices_bytes(const kvedge_attention_call *calls, int num_calls, int num_threads);
+/* Checks and plans calls in memory aligned to 64 bytes. A failure has written nothing to any `out`. */
+kvedge_status kvedge_slices_init(void *memory, size_t bytes, const kvedge_attention_call *calls, int num_calls,
+                                 int num_threads, kvedge_slices **slices);
+int kvedge_slices_count(const kvedge_slices *slices);
+/* Runs a slice, each of them once, on thread 0..num_threads-1, which runs one at a time. `next` is the slice that the
+ * thread will run after it, whose start is prefetched; -1: not known. */
+void kvedge_slices_run(kvedge_slices *slices, int slice, int next, int thread);
 
 /* ---- Memory of others --------------------------------------------------------------------------
  *
  * Attention to keys and values where another program keeps them, such as a runtime's own cache: nothing is copied, and
- * there is no layer. For runtimes with threads and memory of their own; several calls are planned and run together:
- *
- *   size_t bytes = kvedge_rows_attention_bytes(calls, num_calls, num_threads);
- *   kvedge_rows_attention_init(memory, bytes, calls, num_calls, num_threads, &attention);
- *   for every slice below kvedge_rows_attention_num_slices(attention), on any thread, at the same time:
- *     kvedge_rows_attention_run(attention, slice, next, thread);
- *
- * Once all slices have run, all is written. Nothing is allocated. What calls point to stays as it is until then. Results
- * do not depend on the threads, to the bit. */
+ * there is no layer. kvedge_attention_call.rows, in slices. */
 
 /* Keys, or values: rows of float32, float16, bfloat16 or q8_0, the elements of each side by side. Those of tokens that
  * are seen are finite, and of hidden ones as well; scales are not negative, and lie at even addresses. */
@@ -585,30 +573,15 @@ typedef struct {
   int64_t num_tokens; /* 1 or more */
 } kvedge_rows_segment;
 
-/* Query rows, and what they see. Tokens count over the segments: token 0 is the first of the first one, and the query
- * rows are those of the last num_rows tokens. So cells that a mask hides from all rows are best left out of the
- * segments. */
-typedef struct {
+/* Tokens count over the segments: token 0 is the first of the first one, and the query rows of a call are those of the last
+ * num_rows tokens. So cells that a mask hides from all rows are best left out of the segments. Of the options, num_tokens,
+ * start and tolerance are 0. */
+typedef struct kvedge_rows_cache {
   kvedge_rows keys, values;
-  int num_kv_heads, num_heads; /* num_heads a multiple, as in kvedge_attend */
+  int num_kv_heads;
   const kvedge_rows_segment *segments;
-  int num_segments;        /* 1 or more */
-  int64_t num_rows;        /* 1 or more */
-  kvedge_array query, out; /* (num_rows, num_heads, dim of keys, of values); out overlaps nothing that is read */
-  const kvedge_attention_options *options; /* NULL: defaults; num_tokens, start and tolerance are 0 */
-} kvedge_rows_call;
-
-typedef struct kvedge_rows_attention kvedge_rows_attention;
-
-/* Bytes for calls, as _init has them; 0: a call is not valid. What query, out and segments point to is not looked at. */
-size_t kvedge_rows_attention_bytes(const kvedge_rows_call *calls, int num_calls, int num_threads);
-/* Checks and plans calls in memory aligned to 64 bytes. A failure has written nothing to any `out`. */
-kvedge_status kvedge_rows_attention_init(void *memory, size_t bytes, const kvedge_rows_call *calls, int num_calls,
-                                         int num_threads, kvedge_rows_attention **attention);
-int kvedge_rows_attention_num_slices(const kvedge_rows_attention *attention);
-/* Runs a slice, each of them once, on thread 0..num_threads-1, which runs one at a time. `next` is the slice that the
- * thread will run after it, whose start is prefetched; -1: not known. */
-void kvedge_rows_attention_run(kvedge_rows_attention *attention, int slice, int next, int thread);
+  int num_segments; /* 1 or more */
+} kvedge_rows_cache;
 
 /* ---- Paged: sequences in the blocks of a pool ------------------------------------------------ */
 

@@ -123,28 +123,6 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_rotation *turns
         int num_turns
 
-    ctypedef struct kvedge_attention_call:
-        const kvedge_layer *layer
-        kvedge_array query
-        int64_t num_rows
-        kvedge_array out
-        float *lse
-        const kvedge_attention_options *options
-        const kvedge_part *parts
-        int num_parts
-
-    ctypedef struct kvedge_sequence:
-        const int32_t *blocks
-        int64_t len
-        const float *query
-        int64_t num_rows
-        float *out
-        float *lse
-        int64_t start
-
-    ctypedef struct kvedge_attention:
-        pass
-
     ctypedef struct kvedge_rows:
         kvedge_format format
         int dim
@@ -157,19 +135,35 @@ cdef extern from "kvedge.h" nogil:
         const void *values
         int64_t num_tokens
 
-    ctypedef struct kvedge_rows_call:
+    ctypedef struct kvedge_rows_cache:
         kvedge_rows keys
         kvedge_rows values
         int num_kv_heads
-        int num_heads
         const kvedge_rows_segment *segments
         int num_segments
-        int64_t num_rows
-        kvedge_array query
-        kvedge_array out
-        const kvedge_attention_options *options
 
-    ctypedef struct kvedge_rows_attention:
+    ctypedef struct kvedge_attention_call:
+        const kvedge_layer *layer
+        kvedge_array query
+        int64_t num_rows
+        int num_heads
+        kvedge_array out
+        float *lse
+        const kvedge_attention_options *options
+        const kvedge_part *parts
+        int num_parts
+        const kvedge_rows_cache *rows
+
+    ctypedef struct kvedge_sequence:
+        const int32_t *blocks
+        int64_t len
+        const float *query
+        int64_t num_rows
+        float *out
+        float *lse
+        int64_t start
+
+    ctypedef struct kvedge_slices:
         pass
 
     const char *kvedge_version()
@@ -279,31 +273,17 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,
         const kvedge_attention_options *options, int num_threads, float *out, float *lse)
     kvedge_status kvedge_attend_layers(
-        const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads)
+        const kvedge_attention_call *calls, int num_calls, int num_threads)
     kvedge_status kvedge_scores(
         const kvedge_layer *layer, const float *query, int num_heads, float scale,
         int64_t first_row, int64_t num_tokens, float *logits)
 
-    int kvedge_attention_num_slices(
-        const kvedge_layer *layer, int64_t num_rows, int num_heads,
-        const kvedge_attention_options *options)
-    size_t kvedge_attention_bytes(
-        const kvedge_layer *layer, int64_t num_rows, int num_heads,
-        const kvedge_attention_options *options, int num_slots)
-    kvedge_status kvedge_attention_init(
-        void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
-        int64_t num_rows, int num_heads, const kvedge_attention_options *options, int num_slots,
-        float *out, float *lse, kvedge_attention **attention)
-    void kvedge_attention_run(
-        const kvedge_attention *attention, int slice, int slot, const volatile int *stop)
-    void kvedge_attention_collect(kvedge_attention *attention, int slice, int slot)
-
-    size_t kvedge_rows_attention_bytes(const kvedge_rows_call *calls, int num_calls, int num_threads)
-    kvedge_status kvedge_rows_attention_init(
-        void *memory, size_t bytes, const kvedge_rows_call *calls, int num_calls, int num_threads,
-        kvedge_rows_attention **attention)
-    int kvedge_rows_attention_num_slices(const kvedge_rows_attention *attention)
-    void kvedge_rows_attention_run(kvedge_rows_attention *attention, int slice, int next, int thread)
+    size_t kvedge_slices_bytes(const kvedge_attention_call *calls, int num_calls, int num_threads)
+    kvedge_status kvedge_slices_init(
+        void *memory, size_t bytes, const kvedge_attention_call *calls, int num_calls,
+        int num_threads, kvedge_slices **slices)
+    int kvedge_slices_count(const kvedge_slices *slices)
+    void kvedge_slices_run(kvedge_slices *slices, int slice, int next, int thread)
 
     kvedge_status kvedge_attend_batch(
         const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,

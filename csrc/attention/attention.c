@@ -1,4 +1,4 @@
-/* The slices of a call, as kvedge.h has them, and its logits. */
+/* A call checked, its slices collected, and its logits. */
 #include <math.h>
 
 #include "attention/tile.h"
@@ -40,74 +40,7 @@ kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer,
   return KVEDGE_OK;
 }
 
-/* Plans a call on a layer; query NULL: only sizes are planned. `segment` lives as long as the plan. */
-static kvedge_status plan_layer(kvedge_attention *a, const kvedge_layer *layer, const float *query, int64_t num_rows,
-                                int num_heads, const kvedge_attention_options *options, float *out, float *lse,
-                                kvedge_segment *segment) {
-  if (!layer || kvedge_has_ranges(layer) || num_rows < 1) return KVEDGE_ERROR_ARGUMENT;
-  kvedge_request r = kvedge_dense_request(layer, query, num_rows, num_heads, options, out, lse);
-  const kvedge_status status = kvedge_request_layer(&r, layer, segment);
-  if (status == KVEDGE_OK) kvedge_attention_plan(a, &r, 0, num_rows);
-  return status;
-}
-
-int kvedge_attention_num_slices(const kvedge_layer *layer, int64_t num_rows, int num_heads,
-                                const kvedge_attention_options *options) {
-  kvedge_attention a;
-  kvedge_segment segment;
-  if (plan_layer(&a, layer, NULL, num_rows, num_heads, options, NULL, NULL, &segment) != KVEDGE_OK) return 0;
-  return a.num_row_blocks * a.chunks_per_block;
-}
-
-size_t kvedge_attention_bytes(const kvedge_layer *layer, int64_t num_rows, int num_heads,
-                              const kvedge_attention_options *options, int num_slots) {
-  kvedge_attention a;
-  kvedge_segment segment;
-  if (num_slots < 1 || plan_layer(&a, layer, NULL, num_rows, num_heads, options, NULL, NULL, &segment) != KVEDGE_OK)
-    return 0;
-  a.num_workspaces = num_slots;
-  return kvedge_attention_lay_out(&a, NULL, num_slots);
-}
-
-kvedge_status kvedge_attention_init(void *memory, size_t bytes, const kvedge_layer *layer, const float *query,
-                                    int64_t num_rows, int num_heads, const kvedge_attention_options *options,
-                                    int num_slots, float *out, float *lse, kvedge_attention **attention) {
-  KVEDGE_FLOAT_MODE;
-  if (!memory || (uintptr_t)memory % 64 || !layer || !query || !out || !attention || num_slots < 1)
-    return KVEDGE_ERROR_ARGUMENT;
-  kvedge_attention planned;
-  kvedge_segment segment;
-  kvedge_status status = plan_layer(&planned, layer, query, num_rows, num_heads, options, out, lse, &segment);
-  if (status != KVEDGE_OK) return status;
-  planned.num_workspaces = num_slots;
-  if (kvedge_attention_lay_out(&planned, NULL, num_slots) > bytes) return KVEDGE_ERROR_MEMORY;
-  *attention = kvedge_attention_set_up(&planned, memory, num_slots);
-  return KVEDGE_OK;
-}
-
-/* ---- A slice is run ---------------------------------------------------------------------------- */
-
-/* The first workspace that is free, which is likely in a cache; one is, since there are as many as slots. */
-static int take_workspace(const kvedge_attention *a) {
-  int i = 0;
-  while (atomic_flag_test_and_set_explicit(&a->busy[i], memory_order_acquire)) i = (i + 1) % a->num_workspaces;
-  return i;
-}
-
-static void give_back_workspace(const kvedge_attention *a, int index) {
-  atomic_flag_clear_explicit(&a->busy[index], memory_order_release);
-}
-
-void kvedge_attention_run(const kvedge_attention *a, int slice, int slot, const volatile int *stop) {
-  KVEDGE_FLOAT_MODE;
-  int num_slices = a->num_row_blocks * a->chunks_per_block;
-  kvedge_slice next = {slice + 1 < num_slices ? a : NULL, slice + 1};
-  const int index = take_workspace(a);
-  kvedge_slice_run(a, slice, next, slot, kvedge_workspace_at(a, index), stop);
-  give_back_workspace(a, index);
-}
-
-/* ---- and collected -----------------------------------------------------------------------------
+/* ---- A slice is collected -----------------------------------------------------------------------------
  *
  * A row of one head may see much less than its call: others of its rows or heads, hidden tokens or stale ones may be
  * larger by many orders of magnitude. Then its sums come out so small that the smallest parts of them may be lost; that
@@ -203,13 +136,6 @@ void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, int refit_in
     }
 }
 
-void kvedge_attention_collect(kvedge_attention *a, int slice, int slot) {
-  KVEDGE_FLOAT_MODE;
-  const int index = take_workspace(a);
-  kvedge_slice_collect(a, slice, slot, 0, kvedge_workspace_at(a, index));
-  give_back_workspace(a, index);
-}
-
 /* ---- Logits --------------------------------------------------------------------------------- */
 
 /* Those of a view. */
@@ -229,7 +155,7 @@ static kvedge_status scores_of_view(const kvedge_cache_view *view, const float *
   if (status != KVEDGE_OK) return status;
   kvedge_attention planned;
   kvedge_attention_plan(&planned, &r, 0, 1);
-  planned.num_workspaces = 1;
+  planned.has_workspace = 1;
   void *memory = kvedge_aligned_alloc(64, kvedge_attention_lay_out(&planned, NULL, 1));
   if (!memory) return KVEDGE_ERROR_MEMORY;
   kvedge_all_logits(kvedge_attention_set_up(&planned, memory, 1), logits);

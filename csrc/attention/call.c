@@ -30,7 +30,7 @@ static int64_t work_of(const kvedge_attention *a) {
 static kvedge_status run_here(kvedge_attention *planned, int num_planned) {
   size_t most = 0;
   for (int i = 0; i < num_planned; i++) {
-    planned[i].query_stays = planned[i].num_workspaces = 1;
+    planned[i].query_stays = planned[i].has_workspace = 1;
     size_t bytes = kvedge_attention_lay_out(&planned[i], NULL, 1);
     if (bytes > most) most = bytes;
   }
@@ -41,8 +41,8 @@ static kvedge_status run_here(kvedge_attention *planned, int num_planned) {
     for (int slice = 0; slice < num_slices(a); slice++) {
       kvedge_slice next = {a, slice + 1};
       if (next.slice == num_slices(a)) next = (kvedge_slice){i + 1 < num_planned ? &planned[i + 1] : NULL, 0};
-      kvedge_slice_run(a, slice, next, 0, kvedge_workspace_at(a, 0), NULL);
-      kvedge_slice_collect(a, slice, 0, 0, kvedge_workspace_at(a, 0));
+      kvedge_slice_run(a, slice, next, 0, a->workspace, NULL);
+      kvedge_slice_collect(a, slice, 0, 0, a->workspace);
     }
   }
   kvedge_aligned_free(memory);
@@ -164,10 +164,11 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
     const kvedge_attention_call call = {.layer = layer,
                                         .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
                                         .num_rows = num_rows,
+                                        .num_heads = num_heads,
                                         .out = kvedge_dense_array(out, num_heads, layer->values.shape.dim),
                                         .lse = lse,
                                         .options = options};
-    return kvedge_attend_layers(&call, 1, num_heads, num_threads);
+    return kvedge_attend_layers(&call, 1, num_threads);
   }
   kvedge_segment segment;
   kvedge_request request = kvedge_dense_request(layer, query, num_rows, num_heads, options, out, lse);
@@ -178,12 +179,11 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
 /* ---- Several layers, and parts ---------------------------------------------------------------- */
 
 /* The requests of a call, one or those of its parts; returns their number. */
-static int requests_of_call(const kvedge_attention_call *call, int num_heads, kvedge_call_room *room,
-                            kvedge_status *status) {
-  if (call->num_parts) return kvedge_requests_of_parts(call, num_heads, room, status);
+static int requests_of_call(const kvedge_attention_call *call, kvedge_call_room *room, kvedge_status *status) {
+  if (call->num_parts) return kvedge_requests_of_parts(call, room, status);
   *status = KVEDGE_ERROR_ARGUMENT;
   if (!call->layer || !kvedge_array_is_valid(&call->query) || !kvedge_array_is_valid(&call->out)) return 0;
-  if (!kvedge_array_is_apart(&call->out, call->num_rows, num_heads, call->layer->values.shape.dim)) return 0;
+  if (!kvedge_array_is_apart(&call->out, call->num_rows, call->num_heads, call->layer->values.shape.dim)) return 0;
   if (kvedge_has_ranges(call->layer)) {
     const kvedge_attention_options *o = call->options;
     kvedge_part part = {.layer = call->layer};
@@ -192,9 +192,9 @@ static int requests_of_call(const kvedge_attention_call *call, int num_heads, kv
     if (o && o->num_tokens && o->first_row >= 0) part.first_row = o->first_row;
     kvedge_attention_call of_part = *call;
     of_part.layer = NULL, of_part.parts = &part, of_part.num_parts = 1;
-    return kvedge_requests_of_parts(&of_part, num_heads, room, status);
+    return kvedge_requests_of_parts(&of_part, room, status);
   }
-  *room->requests = (kvedge_request){.num_heads = num_heads,
+  *room->requests = (kvedge_request){.num_heads = call->num_heads,
                                      .num_rows = call->num_rows,
                                      .query = call->query,
                                      .out = call->out,
@@ -268,7 +268,7 @@ static void hold_layers(const kvedge_attention_call *calls, int num_calls) {
     }
 }
 
-kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_heads, int num_threads) {
+kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_calls, int num_threads) {
   KVEDGE_FLOAT_MODE;
   enum { FEW = 8 }; /* that need no memory of the heap */
   kvedge_request few[FEW], *requests = few;
@@ -289,7 +289,7 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
   kvedge_call_room room = {segments, options, requests};
   hold_layers(calls, num_calls);
   for (int i = 0; i < num_calls && status == KVEDGE_OK; i++)
-    n += counts[i] = requests_of_call(&calls[i], num_heads, &room, &status);
+    n += counts[i] = requests_of_call(&calls[i], &room, &status);
   if (status == KVEDGE_OK) status = run_calls(calls, num_calls, counts, requests, n, num_threads);
   release_before(calls, num_calls, 0);
   if (requests != few) free(requests), free(options), free(segments), free(counts);
@@ -313,6 +313,7 @@ static int call_of_sequence(const kvedge_layer *pool, int64_t block_size, const 
   if (s->start) of->options.start = s->start;
   of->part = (kvedge_part){.layer = pool, .num_tokens = s->len, .blocks = s->blocks, .block_size = block_size};
   *call = (kvedge_attention_call){.num_rows = s->num_rows,
+                                  .num_heads = num_heads,
                                   .query = kvedge_dense_array(s->query, num_heads, pool->keys.shape.dim),
                                   .out = kvedge_dense_array(s->out, num_heads, pool->values.shape.dim),
                                   .lse = s->lse,
@@ -334,7 +335,7 @@ kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, 
   for (int i = 0; i < num_sequences && status == KVEDGE_OK; i++)
     if (!call_of_sequence(pool, block_size, &sequences[i], num_heads, options, &parts[i], &calls[i]))
       status = KVEDGE_ERROR_ARGUMENT;
-  if (status == KVEDGE_OK) status = kvedge_attend_layers(calls, num_sequences, num_heads, num_threads);
+  if (status == KVEDGE_OK) status = kvedge_attend_layers(calls, num_sequences, num_threads);
   free(parts);
   free(calls);
   return status;

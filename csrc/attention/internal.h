@@ -1,9 +1,10 @@
 /* What one call of attention is made of; private to csrc/. README.md has the loop.
  *
- *   attention.c the slices of kvedge.h: a call checked, its slices run and collected; rows that need factors of their own
+ *   attention.c a call checked, its slices collected, its logits; rows that need factors of their own
+ *   slices.c    the slices of kvedge.h, for threads of the caller's
  *   call.c      calls on threads of our own: kvedge_attend, several layers, sequences in the blocks of a pool
  *   parts.c     calls whose tokens lie in several layers; their results merged
- *   rows.c      calls on keys and values in memory of others
+ *   rows.c      keys and values in memory of others
  *   view.c      what attention sees of a cache, and which tokens query rows attend to
  *   plan.c      shapes, kernels and memory of a call
  *   query.c     query rows into the form that the kernels read
@@ -85,7 +86,7 @@ typedef struct {
 
 /* Rows of a prompt are worked on in query tiles (row blocks). The rows of one and the query heads of a KV head are
  * together the query rows of that KV head: index = row in the tile * heads_per_kv_head + head. */
-struct kvedge_attention {
+typedef struct {
   const kvedge_kernels *kernels;
   kvedge_cache_view view;
   kvedge_segment *segments; /* what view.segments points to: a copy that lives with the call */
@@ -132,15 +133,14 @@ struct kvedge_attention {
   size_t skipping_bytes;
   char *refit; /* (num_refits, refit_bytes) room for one row of one head, see attention.c */
   size_t refit_bytes;
-  int num_refits;     /* as many threads collect slices at once */
-  int num_workspaces; /* 0 where a job has one for each of its threads, else as many as may be in use at once */
-  char *workspaces;   /* (num_workspaces) see kvedge_workspace_at() */
-  atomic_flag *busy;  /* (num_workspaces) which of them threads have taken */
+  int num_refits;    /* as many threads collect slices at once */
+  int has_workspace; /* 0: threads that run its slices have one each */
+  struct kvedge_workspace *workspace;
 
   kvedge_array out; /* (num_rows, num_heads, channels of a value) */
   float *lse;       /* (num_rows, num_heads) or NULL */
   double *log_sums; /* the same in double, where results of several parts are merged; or NULL */
-};
+} kvedge_attention;
 
 typedef struct {
   float *max, *sum; /* (num_kv_heads, query_rows) */
@@ -266,6 +266,11 @@ kvedge_status kvedge_request_check(const kvedge_request *r);
  * capacity. */
 kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer, kvedge_segment *segment);
 
+/* rows.c: requests that rows in memory of others become: one, or where heads do not lie side by side one for each KV head; 0:
+ * they are not valid. And a request's view of them, checked; segments NULL: only sizes are planned. */
+int kvedge_requests_of_rows(const kvedge_rows_cache *rows, int num_heads);
+kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *rows, kvedge_segment *segments);
+
 /* plan.c: plans rows row..row+num_rows-1 of a checked request; lays a plan out from `base` on
  * (NULL: only counts its bytes, which it returns); sets it up in as many: arrays, segments,
  * queries. */
@@ -312,17 +317,17 @@ typedef struct {
   int slice;
 } kvedge_slice;
 
-/* Working memory of a thread that runs slices, 64-byte aligned (tile.h): its bytes, and the index-th of a call. */
+/* Working memory of a thread that runs slices, 64-byte aligned (tile.h), and its bytes. */
 typedef struct kvedge_workspace kvedge_workspace;
 size_t kvedge_workspace_bytes(void);
-kvedge_workspace *kvedge_workspace_at(const kvedge_attention *a, int index);
 
-/* slice.c: as kvedge_attention_run, which takes the slice that follows for the next one. What this thread runs next
- * is prefetched at the end, if its rows lie as those of this one. */
+/* slice.c: runs a slice, whose result is left in a slot. What this thread runs next is prefetched at the end, if its rows lie
+ * as those of this one. `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice next, int slot, kvedge_workspace *w,
                       const volatile int *stop);
 
-/* attention.c: as kvedge_attention_collect, with the refit-th room of the call's. */
+/* attention.c: adds the result of a slice to its row block's, slices in order, and writes out with the last one. The slot is
+ * free then. `refit`: the room, of num_refits, for rows that need factors of their own. */
 void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, int refit, kvedge_workspace *w);
 
 /* slice.c: logits of a call of one query row over all tokens, (num_heads, len). */

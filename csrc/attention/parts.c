@@ -45,7 +45,7 @@ static int are_alike(const kvedge_attention_call *call) {
   return 1;
 }
 
-static kvedge_status check(const kvedge_attention_call *call, int num_heads, int64_t *len) {
+static kvedge_status check(const kvedge_attention_call *call, int64_t *len) {
   const kvedge_attention_options *o = call->options;
   *len = call->layer ? 0 : tokens_in(call);
   if (*len == 0 || !are_alike(call)) return KVEDGE_ERROR_ARGUMENT;
@@ -56,17 +56,17 @@ static kvedge_status check(const kvedge_attention_call *call, int num_heads, int
   if (!kvedge_array_is_valid(&call->query) || !kvedge_array_is_valid(&call->out)) return KVEDGE_ERROR_ARGUMENT;
   kvedge_segment unused;
   kvedge_cache_view view = kvedge_layer_view(call->parts[0].layer, NULL, &unused);
-  if (!kvedge_array_is_apart(&call->out, call->num_rows, num_heads, view.side[VALUES].shape.dim))
+  if (!kvedge_array_is_apart(&call->out, call->num_rows, call->num_heads, view.side[VALUES].shape.dim))
     return KVEDGE_ERROR_ARGUMENT;
   view.len = *len;
   return kvedge_request_check(&(kvedge_request){
-      .view = view, .num_heads = num_heads, .num_rows = call->num_rows, .query = call->query, .options = o});
+      .view = view, .num_heads = call->num_heads, .num_rows = call->num_rows, .query = call->query, .options = o});
 }
 
 static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
 
 /* The request for one part; 0: it has no token that is seen. */
-static int request_of_part(const kvedge_attention_call *call, const kvedge_part *part, int num_heads, int64_t len,
+static int request_of_part(const kvedge_attention_call *call, const kvedge_part *part, int64_t len,
                            kvedge_segment *segments, kvedge_attention_options *own, kvedge_request *request) {
   if (call->options) *own = *call->options;
   else kvedge_attention_defaults(own);
@@ -80,7 +80,7 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
                                &view))
     view = kvedge_layer_view(part->layer, NULL, segments), view.len = 0;
   *request = (kvedge_request){.view = view,
-                              .num_heads = num_heads,
+                              .num_heads = call->num_heads,
                               .num_rows = call->num_rows,
                               .first_position = len - call->num_rows - part->position - start,
                               .query = call->query,
@@ -99,9 +99,9 @@ static int request_of_part(const kvedge_attention_call *call, const kvedge_part 
 }
 
 /* The requests for one part, 0 or 1. */
-static int put_request(const kvedge_attention_call *call, const kvedge_part *part, int num_heads, int64_t len,
-                       int is_first, kvedge_call_room *room, kvedge_status *status) {
-  if (!request_of_part(call, part, num_heads, len, room->segments, room->options, room->requests)) return 0;
+static int put_request(const kvedge_attention_call *call, const kvedge_part *part, int64_t len, int is_first,
+                       kvedge_call_room *room, kvedge_status *status) {
+  if (!request_of_part(call, part, len, room->segments, room->options, room->requests)) return 0;
   if (room->requests->view.len + room->options->start != part->num_tokens) *status = KVEDGE_ERROR_ARGUMENT;
   if (!is_first) room->options->sink_logits = NULL; /* they count once */
   room->segments += part->blocks ? kvedge_blocks_of_rows(part->block_size, part->num_tokens) : 1;
@@ -110,8 +110,8 @@ static int put_request(const kvedge_attention_call *call, const kvedge_part *par
 }
 
 /* Those for tokens of a layer of three ranges, 0 to 3. */
-static int put_requests_of_ranges(const kvedge_attention_call *call, const kvedge_part *of, int num_heads, int64_t len,
-                                  int is_first, kvedge_call_room *room, kvedge_status *status) {
+static int put_requests_of_ranges(const kvedge_attention_call *call, const kvedge_part *of, int64_t len, int is_first,
+                                  kvedge_call_room *room, kvedge_status *status) {
   kvedge_ranges ranges;
   kvedge_part parts[3];
   kvedge_layer_get_ranges(of->layer, &ranges);
@@ -126,21 +126,20 @@ static int put_requests_of_ranges(const kvedge_attention_call *call, const kvedg
   for (int i = 0; i < num_parts; i++) {
     parts[i].position += of->position;
     parts[i].turns = of->turns, parts[i].num_turns = of->num_turns;
-    n += put_request(call, &parts[i], num_heads, len, is_first && n == 0, room, status);
+    n += put_request(call, &parts[i], len, is_first && n == 0, room, status);
   }
   return n;
 }
 
-int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_call_room *room,
-                             kvedge_status *status) {
+int kvedge_requests_of_parts(const kvedge_attention_call *call, kvedge_call_room *room, kvedge_status *status) {
   int64_t len;
   int n = 0;
-  *status = check(call, num_heads, &len);
+  *status = check(call, &len);
   for (int i = 0; i < call->num_parts && *status == KVEDGE_OK; i++) {
     const kvedge_part *part = &call->parts[i];
     if (part->num_tokens > 0 && kvedge_has_ranges(part->layer))
-      n += put_requests_of_ranges(call, part, num_heads, len, n == 0, room, status);
-    else n += put_request(call, part, num_heads, len, n == 0, room, status);
+      n += put_requests_of_ranges(call, part, len, n == 0, room, status);
+    else n += put_request(call, part, len, n == 0, room, status);
   }
   if (*status != KVEDGE_OK || n > 0) return n;
   /* Nothing is seen: attention to no token of the last part. */
@@ -151,7 +150,7 @@ int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, k
   own->num_tokens = own->start = 0;
   own->mask = NULL, own->bias = NULL, own->half_bias = NULL;
   *request = (kvedge_request){.view = kvedge_layer_view(last->layer, NULL, room->segments),
-                              .num_heads = num_heads,
+                              .num_heads = call->num_heads,
                               .num_rows = call->num_rows,
                               .query = call->query,
                               .out = call->out,

@@ -20,8 +20,7 @@ typedef struct {
 } kvedge_call_room;
 
 /* Checks a call on parts, and makes requests of them, at least one; returns their number. Layers of three ranges are held. */
-int kvedge_requests_of_parts(const kvedge_attention_call *call, int num_heads, kvedge_call_room *room,
-                             kvedge_status *status);
+int kvedge_requests_of_parts(const kvedge_attention_call *call, kvedge_call_room *room, kvedge_status *status);
 
 /* Room for turned queries, and for the results of the requests of a call but for one alone,
  * which writes to the call's own arrays; perhaps 0. */

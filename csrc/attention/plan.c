@@ -159,7 +159,7 @@ static size_t refit_bytes(const kvedge_attention *a) {
   kvedge_attention one = *a; /* as attention.c makes it, as far as sizes depend on it */
   one.view.num_kv_heads = one.num_heads = one.query_rows = 1;
   one.num_row_blocks = one.is_refit = one.query_stays = 1;
-  one.num_workspaces = 0; /* that of the slice is free by then */
+  one.has_workspace = 0; /* that of the slice is free by then */
   one.partial_floats = kvedge_partial_floats(&one);
   return kvedge_attention_lay_out(&one, NULL, 1);
 }
@@ -183,8 +183,8 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
     a->refit_bytes = kvedge_align(refit_bytes(a));
     a->refit = kvedge_take(base, &used, (size_t)a->num_refits * a->refit_bytes);
   }
-  a->busy = kvedge_take(base, &used, (size_t)a->num_workspaces * sizeof *a->busy);
-  a->workspaces = kvedge_take(base, &used, (size_t)a->num_workspaces * kvedge_workspace_bytes());
+  a->workspace = NULL;
+  if (a->has_workspace) a->workspace = kvedge_take(base, &used, kvedge_workspace_bytes());
   return used;
 }
 
@@ -198,7 +198,6 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
     memcpy(a->alibi_slopes, planned->options.alibi_slopes, (size_t)a->num_heads * sizeof *a->alibi_slopes);
     a->options.alibi_slopes = a->alibi_slopes;
   }
-  for (int i = 0; i < a->num_workspaces; i++) atomic_flag_clear(&a->busy[i]);
   const int dim = a->view.side[KEYS].shape.dim;
   if (a->query_copy) {
     kvedge_array_copy(&a->query, a->num_rows, a->num_heads, dim, a->query_copy);

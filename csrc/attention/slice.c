@@ -174,14 +174,10 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
 
 size_t kvedge_workspace_bytes(void) { return kvedge_align(sizeof(workspace)); }
 
-kvedge_workspace *kvedge_workspace_at(const kvedge_attention *a, int index) {
-  return (kvedge_workspace *)(a->workspaces + (size_t)index * kvedge_workspace_bytes());
-}
-
 void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_cache_view *view = &a->view;
   tile_cursor cursor = {.attended = {.stop = view->len}, .stop = view->len};
-  workspace *w = kvedge_workspace_at(a, 0);
+  workspace *w = a->workspace;
   const kvedge_row_block block = {.count = a->num_rows};
   w->queries = kvedge_queries_for(a, &block, 0);
   for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {

@@ -3,9 +3,8 @@
  *   make run         or compile it with all of csrc: the Makefile is one line
  *
  * The runtime below stands for yours: a fixed team of threads that meets at a barrier. kvedge only
- * says how many slices there are; any thread may run any slice, into a slot of its own, and one
- * thread then collects them in order. The result is that of kvedge_attend() to the bit, which the
- * program checks at every step.
+ * says how many slices there are; any thread may run any slice. The result is that of kvedge_attend()
+ * to the bit, which the program checks at every step.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
@@ -20,9 +19,9 @@ enum { NUM_THREADS = 2, NUM_HEADS = 32, NUM_KV_HEADS = 8, HEAD_DIM = 64, CAPACIT
 
 typedef struct {
   pthread_barrier_t barrier;
-  kvedge_attention *attention; /* of this step; NULL: go home */
-  int num_slices;
-  atomic_int next; /* the next slice nobody has taken */
+  kvedge_slices *slices; /* of this step; NULL: go home */
+  atomic_int next;       /* the next slice nobody has taken */
+  atomic_int num_helpers;
 } team;
 
 static void die(const char *what, kvedge_status status) {
@@ -36,17 +35,18 @@ static void *allocate(size_t bytes) { /* aligned as kvedge wants it: 64 bytes, a
   return memory;
 }
 
-static void run_slices(team *t) {
-  for (int slice; (slice = atomic_fetch_add(&t->next, 1)) < t->num_slices;)
-    kvedge_attention_run(t->attention, slice, /* slot */ slice, NULL);
+static void run_slices(team *t, int thread) {
+  for (int slice; (slice = atomic_fetch_add(&t->next, 1)) < kvedge_slices_count(t->slices);)
+    kvedge_slices_run(t->slices, slice, /* next */ -1, thread);
 }
 
 static void *helper(void *argument) {
   team *t = argument;
+  const int thread = atomic_fetch_add(&t->num_helpers, 1) + 1;
   for (;;) {
     pthread_barrier_wait(&t->barrier); /* a step is ready */
-    if (!t->attention) return NULL;
-    run_slices(t);
+    if (!t->slices) return NULL;
+    run_slices(t, thread);
     pthread_barrier_wait(&t->barrier); /* all slices are done */
   }
 }
@@ -74,7 +74,17 @@ int main(void) {
   size_t scratch_bytes = 0;
   void *scratch = NULL; /* of one step at a time: a runtime shares it among its layers */
 
-  team t = {.num_slices = 0};
+  int num_slices = 0;
+  const ptrdiff_t row = HEAD_DIM * sizeof(float);
+  const kvedge_attention_call call = {
+      .layer = layer,
+      .query = {query, KVEDGE_TYPE_FLOAT32, NUM_HEADS * row, row},
+      .num_rows = 1,
+      .num_heads = NUM_HEADS,
+      .out = {out,   KVEDGE_TYPE_FLOAT32, NUM_HEADS * row, row}
+  };
+
+  team t = {.slices = NULL};
   pthread_barrier_init(&t.barrier, NULL, NUM_THREADS);
   pthread_t helpers[NUM_THREADS - 1];
   for (int i = 0; i < NUM_THREADS - 1; i++) pthread_create(&helpers[i], NULL, helper, &t);
@@ -85,20 +95,17 @@ int main(void) {
     fill(query, NUM_HEADS * HEAD_DIM, &state);
     if ((status = kvedge_layer_append(layer, key, value, 1))) die("append", status);
 
-    t.num_slices = kvedge_attention_num_slices(layer, 1, NUM_HEADS, NULL);
-    size_t needed = kvedge_attention_bytes(layer, 1, NUM_HEADS, NULL, t.num_slices);
+    size_t needed = kvedge_slices_bytes(&call, 1, NUM_THREADS);
     if (needed > scratch_bytes) { /* more slices as the context grows: a few times in all */
       free(scratch);
       scratch = allocate(scratch_bytes = needed);
     }
-    status = kvedge_attention_init(scratch, scratch_bytes, layer, query, 1, NUM_HEADS, NULL, t.num_slices, out, NULL,
-                                   &t.attention);
-    if (status) die("attention", status);
+    if ((status = kvedge_slices_init(scratch, scratch_bytes, &call, 1, NUM_THREADS, &t.slices))) die("slices", status);
+    num_slices = kvedge_slices_count(t.slices);
     atomic_store(&t.next, 0);
     pthread_barrier_wait(&t.barrier);
-    run_slices(&t);
+    run_slices(&t, 0);
     pthread_barrier_wait(&t.barrier);
-    for (int slice = 0; slice < t.num_slices; slice++) kvedge_attention_collect(t.attention, slice, slice);
 
     if ((status = kvedge_attend(layer, query, 1, NUM_HEADS, NULL, 1, expected, NULL))) die("attend", status);
     if (memcmp(out, expected, sizeof out)) {
@@ -106,12 +113,12 @@ int main(void) {
       return 1;
     }
   }
-  t.attention = NULL;
+  t.slices = NULL;
   pthread_barrier_wait(&t.barrier);
   for (int i = 0; i < NUM_THREADS - 1; i++) pthread_join(helpers[i], NULL);
 
   printf("%s: %d tokens in %.1f MB, the last step in %d slices on %d threads, equal to the bit\n", kvedge_isa_name(),
-         CAPACITY, (double)layer_bytes / 1e6, t.num_slices, NUM_THREADS);
+         CAPACITY, (double)layer_bytes / 1e6, num_slices, NUM_THREADS);
   kvedge_quiesce();
   free(layer_memory);
   free(scratch);

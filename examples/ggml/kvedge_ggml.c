@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 static const size_t ALIGNMENT = 64; /* of kvedge's memory; ggml's tensors have 32 */
+enum { MOST_THREADS = 32 };         /* that run slices, each with 300 KiB of its own */
 
 kvedge_layer *kvedge_ggml_attach(const struct ggml_tensor *k, const struct ggml_tensor *v,
                                  const struct ggml_tensor *k_scale, const struct ggml_tensor *v_scale,
@@ -87,6 +88,24 @@ static kvedge_attention_options options_of(const kvedge_ggml_call *call, const s
   return options;
 }
 
+static kvedge_array heads_of(void *data, int num_heads, int dim) {
+  const ptrdiff_t row = (ptrdiff_t)sizeof(float) * dim;
+  return (kvedge_array){data, KVEDGE_TYPE_FLOAT32, row * num_heads, row};
+}
+
+/* What sizes depend on is known before the data. */
+static kvedge_attention_call attention_of(const kvedge_ggml_call *call, const struct ggml_tensor *q, void *out,
+                                          const kvedge_attention_options *options) {
+  kvedge_layer_config config;
+  kvedge_layer_describe(call->layer, &config, NULL);
+  return (kvedge_attention_call){.layer = call->layer,
+                                 .query = heads_of(q->data, (int)q->ne[1], config.head_dim),
+                                 .num_rows = q->ne[2],
+                                 .num_heads = (int)q->ne[1],
+                                 .out = heads_of(out, (int)q->ne[1], config.value_head_dim),
+                                 .options = options};
+}
+
 /* dst: the memory of the attention that the other node runs. */
 static void store_and_plan(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
   (void)nth;
@@ -102,25 +121,20 @@ static void store_and_plan(struct ggml_tensor *dst, int ith, int nth, void *user
   if (call->status) return;
   const kvedge_attention_options options = options_of(call, dst->src[MASK], dst->src[SINKS]);
   const uintptr_t start = ((uintptr_t)dst->data + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-  call->status = kvedge_attention_init((void *)start, (size_t)dst->ne[0] - ALIGNMENT, call->layer, q->data, q->ne[2],
-                                       (int)q->ne[1], &options, call->own.num_slices, call->own.out->data, NULL,
-                                       &call->own.attention);
+  const kvedge_attention_call one = attention_of(call, q, call->own.out->data, &options);
+  call->status =
+      kvedge_slices_init((void *)start, (size_t)dst->ne[0] - ALIGNMENT, &one, 1, MOST_THREADS, &call->own.slices);
 }
 
 static void run(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
-  (void)ith;
   kvedge_ggml_call *call = userdata;
-  if (!call->status)
-    for (int slice; (slice = __atomic_fetch_add(&call->own.next, 1, __ATOMIC_RELAXED)) < call->own.num_slices;)
-      kvedge_attention_run(call->own.attention, slice, slice, NULL);
-  if (__atomic_add_fetch(&call->own.done, 1, __ATOMIC_ACQ_REL) < nth) return;
-  /* The last thread: all slices have run. */
-  if (call->status) {
-    for (int64_t i = 0; i < ggml_nelements(dst); i++) ((float *)dst->data)[i] = NAN;
-    return;
-  }
-  for (int slice = 0; slice < call->own.num_slices; slice++)
-    kvedge_attention_collect(call->own.attention, slice, slice);
+  if (!call->status && ith < MOST_THREADS)
+    for (int slice;
+         (slice = __atomic_fetch_add(&call->own.next, 1, __ATOMIC_RELAXED)) < kvedge_slices_count(call->own.slices);)
+      kvedge_slices_run(call->own.slices, slice, -1, ith);
+  if (!call->status || __atomic_add_fetch(&call->own.done, 1, __ATOMIC_ACQ_REL) < nth) return;
+  for (int64_t i = 0; i < ggml_nelements(dst); i++)
+    ((float *)dst->data)[i] = NAN; /* the last thread of a call that failed */
 }
 
 struct ggml_tensor *kvedge_ggml_attend(struct ggml_context *ctx, kvedge_ggml_call *call, struct ggml_tensor *q,
@@ -148,8 +162,8 @@ struct ggml_tensor *kvedge_ggml_attend(struct ggml_context *ctx, kvedge_ggml_cal
   }
 
   const kvedge_attention_options options = options_of(call, mask, sinks);
-  call->own.num_slices = kvedge_attention_num_slices(call->layer, q->ne[2], (int)q->ne[1], &options);
-  const size_t bytes = kvedge_attention_bytes(call->layer, q->ne[2], (int)q->ne[1], &options, call->own.num_slices);
+  const kvedge_attention_call one = attention_of(call, q, NULL, &options);
+  const size_t bytes = kvedge_slices_bytes(&one, 1, MOST_THREADS);
   GGML_ASSERT(bytes && "n_kv is at most the cells; n_head a multiple of n_head_kv; scale finite, softcap not negative");
 
   struct ggml_tensor *first[] = {q, mask, sinks, k_cur, v_cur, cells};

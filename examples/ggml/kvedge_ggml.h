@@ -35,8 +35,8 @@ typedef struct {
 
   struct { /* of kvedge_ggml.c */
     struct ggml_tensor *out;
-    kvedge_attention *attention;
-    int num_slices, next, done;
+    kvedge_slices *slices;
+    int next, done;
   } own;
 } kvedge_ggml_call;
 

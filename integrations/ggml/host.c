@@ -43,8 +43,8 @@ static void free_hooked(backend *b) {
   void (*own)(backend *) = s->free;
   if (s->helper) s->of->f.ggml_backend_free(s->helper);
   for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) forget_masks(&s->masks[i]);
-  free(s->sides[0].room), free(s->sides[1].room), free(s->jobs), free(s->memory), free(s->calls), free(s->options),
-      free(s->segments), free(s->slopes), free(s);
+  free(s->sides[0].room), free(s->sides[1].room), free(s->jobs), free(s->memory), free(s->calls), free(s->caches),
+      free(s->options), free(s->segments), free(s->slopes), free(s);
   own(b);
 }
 

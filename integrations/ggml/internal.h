@@ -127,15 +127,16 @@ typedef struct hooked_backend {
   int room_jobs, next_mask;
 
   /* Of the node that runs. */
-  side sides[2];                    /* keys, values */
-  kvedge_rows_attention *attention; /* NULL: it falls back */
+  side sides[2];         /* keys, values */
+  kvedge_slices *slices; /* NULL: it falls back */
   void *memory;
   size_t memory_bytes;
-  kvedge_rows_call *calls;
+  kvedge_attention_call *calls;
+  kvedge_rows_cache *caches; /* of calls */
   kvedge_attention_options *options;
   kvedge_rows_segment *segments;
   float *slopes;
-  int room_calls, room_options, room_segments, room_slopes;
+  int room_calls, room_caches, room_options, room_segments, room_slopes;
 } hooked_backend;
 
 /* The host of a CPU device, found, checked and tried; NULL: `why` tells what is not as expected. */

@@ -163,7 +163,7 @@ static void decode_part(const side *of, int part) {
 /* The call of a group of query rows; `segments` are its own. */
 static void make_call(const hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream,
                       const row_group *g, const cell_run *runs, kvedge_rows_segment *segments,
-                      kvedge_attention_options *options, kvedge_rows_call *call) {
+                      kvedge_attention_options *options, kvedge_rows_cache *cache, kvedge_attention_call *call) {
   const tensor *q = node->src[QUERY], *k = node->src[KEYS], *mask = node->src[MASK];
   const side *keys = &s->sides[0], *values = &s->sides[1];
   const int64_t kv_stream = stream / (q->ne[3] / k->ne[3]);
@@ -186,13 +186,14 @@ static void make_call(const hooked_backend *s, const tensor *node, const int32_t
     options->bias_strides[2] = 1;
     if (param(params, 1) != 0.0f) options->bias_factors = s->slopes;
   }
-  *call = (kvedge_rows_call){
-      .num_kv_heads = (int)k->ne[2],
+  *cache = (kvedge_rows_cache){.keys = keys->rows,
+                               .values = values->rows,
+                               .num_kv_heads = (int)k->ne[2],
+                               .segments = segments,
+                               .num_segments = g->num_runs};
+  *call = (kvedge_attention_call){
+      .rows = cache,
       .num_heads = (int)q->ne[2],
-      .keys = keys->rows,
-      .values = values->rows,
-      .segments = segments,
-      .num_segments = g->num_runs,
       .num_rows = g->count,
       .query = {.data = (char *)q->data + stream * (int64_t)q->nb[3] + g->first * (int64_t)q->nb[1],
                 .token_stride = (ptrdiff_t)q->nb[1],
@@ -221,6 +222,7 @@ static int make_calls(hooked_backend *s, tensor *node, const int32_t *params) {
     for (int i = 0; i < of->num_groups; i++) num_segments += seen ? seen->groups[of->first_group + i].num_runs : 1;
   }
   if (!grow(&s->calls, &s->room_calls, num_calls, sizeof *s->calls) ||
+      !grow(&s->caches, &s->room_caches, num_calls, sizeof *s->caches) ||
       !grow(&s->options, &s->room_options, num_calls, sizeof *s->options) ||
       !grow(&s->segments, &s->room_segments, num_segments, sizeof *s->segments))
     return -1;
@@ -235,7 +237,8 @@ static int make_calls(hooked_backend *s, tensor *node, const int32_t *params) {
         clear_rows(node, stream, &g);
         continue;
       }
-      make_call(s, node, params, stream, &g, runs, segments, &s->options[num_calls], &s->calls[num_calls]);
+      make_call(s, node, params, stream, &g, runs, segments, &s->options[num_calls], &s->caches[num_calls],
+                &s->calls[num_calls]);
       if (!seen) s->options[num_calls].causal = 0;
       segments += g.num_runs, num_calls++;
     }
@@ -247,14 +250,14 @@ static int make_calls(hooked_backend *s, tensor *node, const int32_t *params) {
 
 /* Plans a node; 0: it falls back. *num_calls 0: nothing is left to do. */
 static int plan_node(hooked_backend *s, tensor *node, const int32_t *params, int num_threads) {
-  s->attention = NULL;
+  s->slices = NULL;
   for (int i = 0; i < 2; i++)
     if (!make_side(s, node->src[KEYS + i], &s->sides[i])) return 0;
   const int num = make_calls(s, node, params);
   if (num <= 0) return num == 0;
-  const size_t bytes = kvedge_rows_attention_bytes(s->calls, num, num_threads);
+  const size_t bytes = kvedge_slices_bytes(s->calls, num, num_threads);
   return bytes && reserve(&s->memory, &s->memory_bytes, bytes) &&
-         kvedge_rows_attention_init(s->memory, bytes, s->calls, num, num_threads, &s->attention) == KVEDGE_OK;
+         kvedge_slices_init(s->memory, bytes, s->calls, num, num_threads, &s->slices) == KVEDGE_OK;
 }
 
 /* Is all of the output a number that kvedge has not bounded? (Sums that are not finite become +-FLT_MAX.) */
@@ -325,13 +328,13 @@ void run_node(tensor *dst, int ith, int nth, void *userdata) {
   if (ith == 0)
     atomic_store_explicit(&j->is_planned, plan_node(s, dst, j->params, nth) ? PLANNED : REFUSED, memory_order_release);
   else wait_for(&j->is_planned, PLANNED);
-  if (s->attention) {
+  if (s->slices) {
     decode_sides(s, j);
-    const int num = kvedge_rows_attention_num_slices(s->attention);
+    const int num = kvedge_slices_count(s->slices);
     int slice = atomic_fetch_add_explicit(&j->next_slice, 1, memory_order_relaxed);
     while (slice < num) { /* a thread knows its next one, which is prefetched */
       const int next = atomic_fetch_add_explicit(&j->next_slice, 1, memory_order_relaxed);
-      kvedge_rows_attention_run(s->attention, slice, next < num ? next : -1, ith);
+      kvedge_slices_run(s->slices, slice, next < num ? next : -1, ith);
       slice = next;
     }
   }

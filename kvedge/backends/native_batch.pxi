@@ -128,6 +128,7 @@ cdef object _attend_to(
                     parts += 1
             calls[i].query = _rows_of(&query, i)
             calls[i].num_rows = n_rows
+            calls[i].num_heads, calls[i].rows = num_heads, NULL
             calls[i].out = _rows_of(&to, i)
             calls[i].lse = NULL if lse_data == NULL else lse_data + i * n_rows * num_heads
             calls[i].options = &own[i]
@@ -135,10 +136,10 @@ cdef object _attend_to(
         if n_rows == 0:
             status = KVEDGE_OK
         elif work * n_rows * num_heads * max(head_dim, width) < _KEEP_GIL:
-            status = kvedge_attend_layers(calls, num, num_heads, threads)
+            status = kvedge_attend_layers(calls, num, threads)
         else:
             with nogil:
-                status = kvedge_attend_layers(calls, num, num_heads, threads)
+                status = kvedge_attend_layers(calls, num, threads)
     finally:
         PyMem_Free(calls)
     if status != KVEDGE_OK:

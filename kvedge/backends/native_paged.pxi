@@ -101,15 +101,16 @@ cdef class _BlockStore(LayerStore):
                     parts += 1
                 calls[i].query = self._dense_heads(query, self._head_dim)
                 calls[i].num_rows = (<cnp.ndarray>query).shape[0]
+                calls[i].num_heads, calls[i].rows = num_heads, NULL
                 calls[i].out = self._dense_heads(out, self._value_head_dim)
                 calls[i].lse = NULL if lse is None else _floats(lse)
                 calls[i].options = &own[i]
                 numbers += calls[i].num_rows * (<int64_t>length - own[i].start)
             if numbers * num_heads * self._widest < _KEEP_GIL:
-                status = kvedge_attend_layers(calls, num, num_heads, num_threads)
+                status = kvedge_attend_layers(calls, num, num_threads)
             else:
                 with nogil:
-                    status = kvedge_attend_layers(calls, num, num_heads, num_threads)
+                    status = kvedge_attend_layers(calls, num, num_threads)
         finally:
             PyMem_Free(calls)
         if status != KVEDGE_OK:

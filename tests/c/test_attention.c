@@ -1,6 +1,6 @@
 /* Attention through the public API, held against the formula in double over what the layer stores. */
 #include "check.h"
-#include "kvedge.h"
+#include "layer_calls.h"
 #include "system/measuring.h"
 
 static kvedge_layer *scaled_layer(kvedge_layer_config config, const float *offset, const float *scale,
@@ -338,23 +338,21 @@ static void slices_case(const kvedge_layer *layer, const float *query, int64_t r
                         const kvedge_attention_options *o) {
   size_t floats = (size_t)(rows * heads * dim);
   float *expected = malloc(4 * floats), *out = malloc(4 * floats), *lse = malloc(8 * (size_t)(rows * heads));
-  int slices = kvedge_attention_num_slices(layer, rows, heads, o);
-  CHECK(slices > 1);
+  float *second = lse + rows * heads;
+  const kvedge_attention_call call = call_on(layer, query, rows, heads, o, out, second);
   CHECK(kvedge_attend(layer, query, rows, heads, o, 1, expected, lse) == KVEDGE_OK);
-  for (int in_turn = 0; in_turn < 2; in_turn++) { /* 0: all run, last first, before one is collected */
-    int slots = in_turn ? 1 : slices;
-    size_t bytes = kvedge_attention_bytes(layer, rows, heads, o, slots);
+  for (int threads = 1; threads <= 3; threads++) {
+    const size_t bytes = kvedge_slices_bytes(&call, 1, threads);
     block memory = new_block((bytes + 63) / 64 * 64);
-    kvedge_attention *a;
+    kvedge_slices *slices;
     memset(out, 0x55, 4 * floats);
-    float *second = lse + rows * heads;
-    CHECK(kvedge_attention_init(memory.data, bytes - 1, layer, query, rows, heads, o, slots, out, second, &a) ==
-          KVEDGE_ERROR_MEMORY);
-    CHECK(kvedge_attention_init(memory.data, bytes, layer, query, rows, heads, o, slots, out, second, &a) == KVEDGE_OK);
-    for (int s = slices - 1; s >= 0 && !in_turn; s--) kvedge_attention_run(a, s, s, NULL);
-    for (int s = 0; s < slices; s++) {
-      if (in_turn) kvedge_attention_run(a, s, 0, NULL);
-      kvedge_attention_collect(a, s, in_turn ? 0 : s);
+    CHECK(kvedge_slices_init(memory.data, bytes - 1, &call, 1, threads, &slices) == KVEDGE_ERROR_MEMORY);
+    CHECK(kvedge_slices_init(memory.data, bytes, &call, 1, threads, &slices) == KVEDGE_OK);
+    const int num = kvedge_slices_count(slices);
+    CHECK(num > 1);
+    for (int i = 0; i < num; i++) { /* with one thread in order, else the last first */
+      const int slice = threads == 1 ? i : num - 1 - i;
+      kvedge_slices_run(slices, slice, threads == 1 && i + 1 < num ? i + 1 : -1, slice % threads);
     }
     CHECK(memcmp(out, expected, 4 * floats) == 0);
     CHECK(memcmp(lse, second, 4 * (size_t)(rows * heads)) == 0);
@@ -403,7 +401,7 @@ static void test_the_first_tokens(void) {
   const kvedge_layer_config config = {.capacity = 1500, .num_kv_heads = 2, .head_dim = 40};
   float *keys = random_floats(1500 * 80, 1.0f), *query = random_floats(3 * 160, 3.0f);
   kvedge_layer *all = new_layer(config, NULL, keys, keys, 1500), *empty = new_layer(config, NULL, NULL, NULL, 0);
-  int most_slices[5] = {0};
+  size_t most_bytes[5] = {0};
   for (int len = 3; len <= 1500; len += len < 20 ? 1 : 493) {
     kvedge_layer *first = new_layer(config, NULL, keys, keys, len);
     block mask = new_block((size_t)len), bias = new_block((size_t)len * sizeof(float));
@@ -421,15 +419,15 @@ static void test_the_first_tokens(void) {
       o.num_tokens = len;
       CHECK(kvedge_attend(all, query, 3, 4, &o, 1, out, lse) == KVEDGE_OK);
       CHECK(memcmp(out, expected, sizeof out) == 0 && memcmp(lse, expected_lse, sizeof lse) == 0);
-      CHECK(kvedge_attention_num_slices(all, 3, 4, &o) == kvedge_attention_num_slices(first, 3, 4, NULL) || kind == 4);
-      CHECK(kvedge_attention_bytes(all, 3, 4, &o, 2) == kvedge_attention_bytes(first, 3, 4, NULL, 2) || kind);
-      CHECK(kvedge_attention_num_slices(empty, 3, 4, &o) == kvedge_attention_num_slices(all, 3, 4, &o));
-      CHECK(kvedge_attention_bytes(empty, 3, 4, &o, 2) == kvedge_attention_bytes(all, 3, 4, &o, 2));
-      const int slices = kvedge_attention_num_slices(empty, 3, 4, &o);
-      CHECK(slices >= most_slices[kind]);
-      most_slices[kind] = slices;
+      const kvedge_attention_call of_first = call_on(first, query, 3, 4, NULL, out, lse);
+      const kvedge_attention_call of_all = call_on(all, query, 3, 4, &o, out, lse);
+      const kvedge_attention_call of_empty = call_on(empty, NULL, 3, 4, &o, NULL, NULL);
+      const size_t bytes = kvedge_slices_bytes(&of_empty, 1, 2);
+      CHECK(bytes == kvedge_slices_bytes(&of_first, 1, 2) || kind);
+      CHECK(bytes == kvedge_slices_bytes(&of_all, 1, 2) && bytes >= most_bytes[kind]);
+      most_bytes[kind] = bytes;
       o.num_tokens = 1501;
-      CHECK(kvedge_attention_num_slices(empty, 3, 4, &o) == 0 && kvedge_attention_bytes(empty, 3, 4, &o, 2) == 0);
+      CHECK(kvedge_slices_bytes(&of_empty, 1, 2) == 0);
       o.num_tokens = len + 1;
       CHECK(kvedge_attend(first, query, 3, 4, &o, 1, out, lse) == KVEDGE_ERROR_ARGUMENT);
       o.num_tokens = -1;
@@ -540,8 +538,7 @@ static void test_errors(void) {
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 4, NULL, 1, NULL);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, -1, 4, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 0, 3, NULL, 1, out);
-  REFUSED(KVEDGE_OK, layer, query, 0, 4, NULL, 1, out); /* nothing to do */
-  CHECK(kvedge_attention_num_slices(layer, 0, 4, NULL) == 0);
+  REFUSED(KVEDGE_OK, layer, query, 0, 4, NULL, 1, out);             /* nothing to do */
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 5, 4, NULL, 1, out); /* more rows than tokens */
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 3, NULL, 1, out);
   REFUSED(KVEDGE_ERROR_ARGUMENT, layer, query, 1, 0, NULL, 1, out);
@@ -568,10 +565,27 @@ static void test_errors(void) {
   REFUSED_WITH(start = 5);
   query[31] = NAN;
   REFUSED(KVEDGE_ERROR_NONFINITE, layer, query, 1, 4, NULL, 1, out);
-  CHECK(kvedge_attention_num_slices(layer, 1, 3, NULL) == 0);
-  CHECK(kvedge_attention_bytes(layer, 1, 3, NULL, 1) == 0);
-  CHECK(kvedge_attention_bytes(layer, 1, 4, NULL, 0) == 0);
-  CHECK(kvedge_attention_init(NULL, 0, layer, query, 1, 4, NULL, 1, out, NULL, NULL) == KVEDGE_ERROR_ARGUMENT);
+  kvedge_attention_call call = call_on(layer, query, 1, 4, NULL, out, lse);
+  kvedge_slices *slices;
+  const size_t bytes = kvedge_slices_bytes(&call, 1, 1);
+  block memory = new_block((bytes + 63) / 64 * 64);
+  CHECK(kvedge_slices_init(memory.data, bytes, &call, 1, 1, &slices) == KVEDGE_ERROR_NONFINITE);
+  query[31] = 0.0f;
+  CHECK(kvedge_slices_init(NULL, bytes, &call, 1, 1, &slices) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_slices_init(memory.data, bytes, &call, 1, 0, &slices) == KVEDGE_ERROR_ARGUMENT);
+  for (int i = 0; i < 6; i++) {
+    kvedge_attention_call bad = call;
+    const kvedge_part part = {.layer = layer, .num_tokens = 4};
+    if (i == 0) bad.num_heads = 3;
+    if (i == 1) bad.num_rows = 0;
+    if (i == 2) bad.num_rows = 5;
+    if (i == 3) bad.layer = NULL;
+    if (i == 4) bad.layer = NULL, bad.parts = &part, bad.num_parts = 1;
+    if (i == 5) bad.out.head_stride = 4;
+    CHECK((kvedge_slices_bytes(&bad, 1, 1) == 0) == (i < 5)); /* arrays are not looked at yet */
+    CHECK(kvedge_slices_init(memory.data, bytes, &bad, 1, 1, &slices) == KVEDGE_ERROR_ARGUMENT);
+  }
+  free_block(&memory);
   CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));
   kvedge_layer_destroy(layer);
   end();

@@ -152,6 +152,7 @@ static void attend_case(void) {
     if (random_below(4) == 0) o->softcap = 3.0f;
     calls[i] = (kvedge_attention_call){.layer = layers[i],
                                        .num_rows = held < rows ? 1 : rows,
+                                       .num_heads = num_heads,
                                        .lse = random_below(2) ? lses[i] : NULL,
                                        .options = random_below(5) ? o : NULL};
     const int n = (int)calls[i].num_rows;
@@ -166,7 +167,7 @@ static void attend_case(void) {
     free(query);
   }
   for (int threads = 1; threads <= 3; threads += 2) {
-    CHECK(kvedge_attend_layers(calls, num, num_heads, threads) == KVEDGE_OK);
+    CHECK(kvedge_attend_layers(calls, num, threads) == KVEDGE_OK);
     for (int i = 0; i < num; i++) {
       const int n = (int)calls[i].num_rows;
       float *got = dense_of(&outs[i]);
@@ -288,6 +289,7 @@ static void parts_case(void) {
       .parts = parts,
       .num_parts = num,
       .num_rows = rows,
+      .num_heads = num_heads,
       .query = {query, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4, dim * 4},
       .out = {out,   KVEDGE_TYPE_FLOAT32, num_heads * dim * 4, dim * 4},
       .lse = lse,
@@ -295,7 +297,7 @@ static void parts_case(void) {
   };
   CHECK(kvedge_attend(whole, query, rows, num_heads, &o, 1, expected, expected_lse) == KVEDGE_OK);
   for (int threads = 1; threads <= 3; threads += 2) {
-    CHECK(kvedge_attend_layers(&call, 1, num_heads, threads) == KVEDGE_OK);
+    CHECK(kvedge_attend_layers(&call, 1, threads) == KVEDGE_OK);
     for (size_t i = 0; i < outs; i++)
       if (!(fabsf(out[i] - expected[i]) <= 2e-5f)) fail("%.9g, not %.9g", out[i], expected[i]);
     for (size_t i = 0; i < lses; i++)
@@ -339,18 +341,19 @@ static void test_parts_are_checked(void) {
       .parts = parts,
       .num_parts = 2,
       .num_rows = 1,
+      .num_heads = HEADS,
       .query = {tokens, KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
       .out = {both,   KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
       .lse = all,
       .options = &o
   };
-  CHECK(kvedge_attend_layers(&call, 1, HEADS, 1) == KVEDGE_OK);
+  CHECK(kvedge_attend_layers(&call, 1, 1) == KVEDGE_OK);
   float sum[HEADS] = {0}; /* the shards one by one */
   for (int i = 0; i < 2; i++) {
     kvedge_attention_call shard = call;
     shard.parts = &good[i], shard.num_parts = 1, shard.lse = lse, shard.out.data = out;
     o.num_tokens = LEN;
-    CHECK(kvedge_attend_layers(&shard, 1, HEADS, 1) == KVEDGE_OK);
+    CHECK(kvedge_attend_layers(&shard, 1, 1) == KVEDGE_OK);
     for (int h = 0; h < HEADS; h++) sum[h] += expf(lse[h] - all[h]);
     o.num_tokens = 0;
   }
@@ -362,7 +365,7 @@ static void test_parts_are_checked(void) {
     kvedge_attention_call kept = call;                                                                                 \
     parts[0] = good[0], parts[1] = good[1];                                                                            \
     change;                                                                                                            \
-    CHECK(kvedge_attend_layers(&call, 1, HEADS, 1) == KVEDGE_ERROR_ARGUMENT);                                          \
+    CHECK(kvedge_attend_layers(&call, 1, 1) == KVEDGE_ERROR_ARGUMENT);                                                 \
     call = kept, o.num_tokens = 0;                                                                                     \
     end_case();                                                                                                        \
   } while (0)
@@ -412,11 +415,12 @@ static void test_prompts(void) {
     calls[i] = (kvedge_attention_call){
         .layer = layer,
         .num_rows = LEN - i,
+        .num_heads = HEADS,
         .query = {.data = query + i * LEN * HEADS * DIM, .token_stride = HEADS * row, .head_stride = row},
         .out = {.data = out + i * LEN * HEADS * DIM,   .token_stride = HEADS * row, .head_stride = row}
     };
   for (int threads = 1; threads <= 2; threads++) {
-    CHECK(kvedge_attend_layers(calls, NUM, HEADS, threads) == KVEDGE_OK);
+    CHECK(kvedge_attend_layers(calls, NUM, threads) == KVEDGE_OK);
     for (int i = 0; i < NUM; i++) {
       CHECK(kvedge_attend(layer, calls[i].query.data, LEN - i, HEADS, NULL, 1, expected, NULL) == KVEDGE_OK);
       CHECK(memcmp(expected, calls[i].out.data, (size_t)(LEN - i) * HEADS * row) == 0);
@@ -439,13 +443,14 @@ static void test_narrow_results(void) {
   kvedge_attention_call call = {
       .layer = layer,
       .num_rows = 1,
+      .num_heads = 1,
       .query = {.data = (void *)keys},
       .out = {.data = out, .type = KVEDGE_TYPE_FLOAT16}
   };
-  CHECK(kvedge_attend_layers(&call, 1, 1, 1) == KVEDGE_OK);
+  CHECK(kvedge_attend_layers(&call, 1, 1) == KVEDGE_OK);
   CHECK(out[0] == 0x7bff && out[1] == 0xfbff && out[2] == 0x7bff && out[3] == 0);
   call.out.type = KVEDGE_TYPE_BFLOAT16;
-  CHECK(kvedge_attend_layers(&call, 1, 1, 1) == KVEDGE_OK);
+  CHECK(kvedge_attend_layers(&call, 1, 1) == KVEDGE_OK);
   for (int d = 0; d < DIM; d++) CHECK(out[d] == kvedge_bfloat_of_float(values[d]));
   kvedge_layer_destroy(layer);
   end();
@@ -469,13 +474,14 @@ static void test_errors_of_layers(void) {
         .query = {.data = rows,   .token_stride = HEADS * row, .head_stride = row},
         .out = {.data = out[i], .token_stride = HEADS * row, .head_stride = row},
         .num_rows = 2,
+        .num_heads = HEADS,
         .lse = lse[i],
         .options = &options
     };
 #define LAYERS_REFUSED(status, change)                                                                                 \
   memcpy(all, good, sizeof all);                                                                                       \
   all[NUM - 1].change;                                                                                                 \
-  for (int threads = 1; threads <= 2; threads++) CHECK(kvedge_attend_layers(all, NUM, HEADS, threads) == status)
+  for (int threads = 1; threads <= 2; threads++) CHECK(kvedge_attend_layers(all, NUM, threads) == status)
   LAYERS_REFUSED(KVEDGE_ERROR_ARGUMENT, layer = NULL);
   LAYERS_REFUSED(KVEDGE_ERROR_ARGUMENT, query.data = NULL);
   LAYERS_REFUSED(KVEDGE_ERROR_ARGUMENT, query.data = (char *)rows + 2);
@@ -491,10 +497,10 @@ static void test_errors_of_layers(void) {
   options.start = 6;
   LAYERS_REFUSED(KVEDGE_ERROR_ARGUMENT, num_rows = 1);
   options.start = 0;
-  CHECK(kvedge_attend_layers(good, NUM, 3, 1) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_attend_layers(good, 0, HEADS, 1) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_attend_layers(NULL, NUM, HEADS, 1) == KVEDGE_ERROR_ARGUMENT);
-  CHECK(kvedge_attend_layers(good, NUM, HEADS, -1) == KVEDGE_ERROR_ARGUMENT);
+  LAYERS_REFUSED(KVEDGE_ERROR_ARGUMENT, num_heads = 3);
+  CHECK(kvedge_attend_layers(good, 0, 1) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_attend_layers(NULL, NUM, 1) == KVEDGE_ERROR_ARGUMENT);
+  CHECK(kvedge_attend_layers(good, NUM, -1) == KVEDGE_ERROR_ARGUMENT);
   uint16_t infinite[2 * HEADS * DIM] = {[DIM] = 0x7c00};
   LAYERS_REFUSED(KVEDGE_ERROR_NONFINITE,
                  query = ((kvedge_array){infinite, KVEDGE_TYPE_FLOAT16, HEADS * row / 2, row / 2}));
@@ -502,7 +508,7 @@ static void test_errors_of_layers(void) {
   LAYERS_REFUSED(KVEDGE_ERROR_NONFINITE,
                  query = ((kvedge_array){infinite, KVEDGE_TYPE_BFLOAT16, HEADS * row / 2, row / 2}));
   CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));
-  CHECK(kvedge_attend_layers(good, NUM, HEADS, 1) == KVEDGE_OK);
+  CHECK(kvedge_attend_layers(good, NUM, 1) == KVEDGE_OK);
   kvedge_layer_destroy(layer), free(rows);
   end();
 }

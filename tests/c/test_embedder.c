@@ -218,19 +218,41 @@ static kvedge_attention_options options_of(const model_layer *m) {
   return options;
 }
 
-static void run_slice(void *job, int slice) { kvedge_attention_run(job, slice, slice, NULL); }
+/* A call with one query row, side by side with the others. */
+static kvedge_attention_call call_on(const kvedge_layer *layer, const float *query,
+                                     const kvedge_attention_options *options, float *out, float *lse) {
+  const ptrdiff_t key = DIM * sizeof(float), value = VALUE_DIM * sizeof(float);
+  return (kvedge_attention_call){
+      .layer = layer,
+      .query = {(void *)(uintptr_t)query, KVEDGE_TYPE_FLOAT32, HEADS * key,   key  },
+      .num_rows = 1,
+      .num_heads = HEADS,
+      .out = {out,                      KVEDGE_TYPE_FLOAT32, HEADS * value, value},
+      .lse = lse,
+      .options = options
+  };
+}
 
-/* One step of a layer on the team: a slot for each slice. */
+typedef struct {
+  kvedge_slices *slices;
+  atomic_int next;
+} step;
+
+static void run_slices(void *job, int thread) {
+  step *s = job;
+  for (int slice; (slice = atomic_fetch_add(&s->next, 1)) < kvedge_slices_count(s->slices);)
+    kvedge_slices_run(s->slices, slice, -1, thread);
+}
+
+/* One step of a layer on the team. */
 static void attend_on(team *t, arena *a, const model_layer *m, const float *query, float *out, float *lse) {
   const kvedge_attention_options options = options_of(m);
-  const int slices = kvedge_attention_num_slices(m->layer, 1, HEADS, &options);
-  const size_t bytes = kvedge_attention_bytes(m->layer, 1, HEADS, &options, slices);
+  const kvedge_attention_call call = call_on(m->layer, query, &options, out, lse);
+  const size_t bytes = kvedge_slices_bytes(&call, 1, WORKERS + 1);
   void *scratch = take(a, bytes);
-  kvedge_attention *attention;
-  if (OK(kvedge_attention_init(scratch, bytes, m->layer, query, 1, HEADS, &options, slices, out, lse, &attention))) {
-    in_parallel(t, run_slice, attention, slices);
-    for (int slice = 0; slice < slices; slice++) kvedge_attention_collect(attention, slice, slice);
-  }
+  step s = {.next = 0};
+  if (OK(kvedge_slices_init(scratch, bytes, &call, 1, WORKERS + 1, &s.slices)))
+    in_parallel(t, run_slices, &s, WORKERS + 1);
   arena_release(a, scratch, bytes);
 }
 
@@ -353,13 +375,11 @@ static void *read_stream(void *argument) {
     kvedge_attention_options options;
     kvedge_attention_defaults(&options);
     options.num_tokens = kvedge_layer_range(s->layer, &options.first_row);
-    const int slices = kvedge_attention_num_slices(s->layer, 1, HEADS, &options);
-    kvedge_attention *attention;
-    wrong += kvedge_attention_bytes(s->layer, 1, HEADS, &options, 1) > bytes;
-    wrong += kvedge_attention_init(scratch, bytes, s->layer, query, 1, HEADS, &options, 1, out, NULL, &attention) !=
-             KVEDGE_OK;
-    for (int slice = 0; slice < slices; slice++)
-      kvedge_attention_run(attention, slice, 0, NULL), kvedge_attention_collect(attention, slice, 0);
+    const kvedge_attention_call call = call_on(s->layer, query, &options, out, NULL);
+    kvedge_slices *slices;
+    wrong += kvedge_slices_bytes(&call, 1, 1) > bytes;
+    wrong += kvedge_slices_init(scratch, bytes, &call, 1, 1, &slices) != KVEDGE_OK;
+    for (int slice = 0; slice < kvedge_slices_count(slices); slice++) kvedge_slices_run(slices, slice, -1, 0);
     wrong += kvedge_layer_get(s->layer, 1, options.first_row, 0, 1, row) != KVEDGE_OK;
     const float first = (float)(options.first_row + 1), last = (float)(options.first_row + options.num_tokens);
     wrong += fabsf(out[3] - 0.5f * (first + last)) > 2e-4f * last || fabsf(row[1] - first) > 0.01f * first;
@@ -481,9 +501,9 @@ static void batches(arena *a, const kvedge_allocator *allocator) {
     calls[i].query =
         (kvedge_array){.data = query[i], .token_stride = sizeof query[i], .head_stride = sizeof query[i][0]};
     calls[i].out = (kvedge_array){.data = out[i], .token_stride = sizeof out[i], .head_stride = sizeof out[i][0]};
-    calls[i].num_rows = 1, calls[i].options = &options[i];
+    calls[i].num_rows = 1, calls[i].num_heads = HEADS, calls[i].options = &options[i];
   }
-  OK(kvedge_attend_layers(calls, ROWS, HEADS, 2));
+  OK(kvedge_attend_layers(calls, ROWS, 2));
   for (int i = 0; i < ROWS; i++) {
     OK(kvedge_attend(rows[i], query[i][0], 1, HEADS, &options[i], 1, alone[0], NULL));
     CHECK(!memcmp(alone, out[i], sizeof alone));
@@ -495,7 +515,7 @@ static void batches(arena *a, const kvedge_allocator *allocator) {
   };
   kvedge_attention_call call = calls[0];
   call.layer = NULL, call.parts = parts, call.num_parts = 2, call.options = NULL;
-  OK(kvedge_attend_layers(&call, 1, HEADS, 1));
+  OK(kvedge_attend_layers(&call, 1, 1));
   kvedge_layer *both = NULL;
   kvedge_layer_config larger = config;
   larger.capacity = 128;

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "kvedge.h"
+#include "layer_calls.h"
 
 #if defined(__GLIBC__) && !defined(KVEDGE_TEST_IS_STATIC) && !defined(__SANITIZE_ADDRESS__) &&                         \
     !defined(__SANITIZE_THREAD__)
@@ -27,13 +27,12 @@ void free(void *memory) { given_back += memory != NULL, __libc_free(memory); }
 /* Appends a token and attends, in slices, as a runtime does that has memory and threads of its own. */
 static void step(kvedge_layer *layer, const float *row, int heads, const kvedge_attention_options *options, void *room,
                  size_t bytes, float *out) {
-  kvedge_attention *attention;
+  kvedge_slices *slices;
+  const kvedge_attention_call call = call_on(layer, row, 1, heads, options, out, NULL);
   CHECK(kvedge_layer_append(layer, row, row, 1) == KVEDGE_OK);
-  const int slices = kvedge_attention_num_slices(layer, 1, heads, options);
-  CHECK(kvedge_attention_bytes(layer, 1, heads, options, slices) <= bytes);
-  CHECK(kvedge_attention_init(room, bytes, layer, row, 1, heads, options, slices, out, NULL, &attention) == KVEDGE_OK);
-  for (int i = 0; i < slices; i++) kvedge_attention_run(attention, i, i, NULL);
-  for (int i = 0; i < slices; i++) kvedge_attention_collect(attention, i, i);
+  CHECK(kvedge_slices_bytes(&call, 1, 2) <= bytes);
+  CHECK(kvedge_slices_init(room, bytes, &call, 1, 2, &slices) == KVEDGE_OK);
+  for (int i = 0; i < kvedge_slices_count(slices); i++) kvedge_slices_run(slices, i, -1, i % 2);
 }
 
 enum { HEADS = 2, DIM = 64, HELD = 3000, STEPS = 40, CAPACITY = 4096 };
@@ -49,8 +48,8 @@ static void test_step(kvedge_layer_config config, const kvedge_attention_options
   CHECK(kvedge_layer_init(memory.data, memory.size, &config, NULL, &layer) == KVEDGE_OK);
   kvedge_attention_options longest = *options; /* room for it is known while the layer is empty */
   longest.num_tokens = CAPACITY;
-  const int slices = kvedge_attention_num_slices(layer, 1, HEADS, &longest);
-  block room = new_block((kvedge_attention_bytes(layer, 1, HEADS, &longest, slices) + 63) / 64 * 64);
+  const kvedge_attention_call call = call_on(layer, NULL, 1, HEADS, &longest, NULL, NULL);
+  block room = new_block((kvedge_slices_bytes(&call, 1, 2) + 63) / 64 * 64);
   const long before = asked;
   CHECK(kvedge_layer_set_key_scale(layer, ones) == KVEDGE_OK);
   CHECK(kvedge_layer_append(layer, rows, rows, HELD) == KVEDGE_OK);

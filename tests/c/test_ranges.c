@@ -390,11 +390,12 @@ static void *read_beside(void *wrong) {
         .layer = shared,
         .query = {(void *)(uintptr_t)query, KVEDGE_TYPE_FLOAT32, KEY * 4,   DIM * 4 },
         .num_rows = 1,
+        .num_heads = HEADS,
         .out = {out,                      KVEDGE_TYPE_FLOAT32, VALUE * 4, WIDE * 4},
         .options = &options
     };
     const kvedge_attention_call twice[2] = {call, call}; /* a writer that waits for readers lets both in or none */
-    if (kvedge_attend_layers(twice, 1 + (int)(n % 2), HEADS, 1) != KVEDGE_OK) *(int *)wrong += 1;
+    if (kvedge_attend_layers(twice, 1 + (int)(n % 2), 1) != KVEDGE_OK) *(int *)wrong += 1;
     for (int d = 0; d < VALUE; d++) *(int *)wrong += !(fabs(out[d] - mean) < 2e-2 * mean);
     const int64_t count = n < 4 ? n : 4;
     if (kvedge_layer_get(shared, 1, -1, n - count, n, read) != KVEDGE_OK) *(int *)wrong += 1;

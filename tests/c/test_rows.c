@@ -82,7 +82,8 @@ typedef struct {
   kvedge_rows_segment segments[MOST_SEGMENTS];
   int64_t first_cell[MOST_SEGMENTS];
   kvedge_attention_options options;
-  kvedge_rows_call call;
+  kvedge_rows_cache rows;
+  kvedge_attention_call call;
   block query, out, out_again;
   float *bias, *factors, *sinks, *slopes;
   uint16_t *half_bias;
@@ -97,7 +98,7 @@ static int64_t cell_of(const tried *t, int64_t token) {
 }
 
 static void point_to_cells(tried *t) {
-  for (int i = 0; i < t->call.num_segments; i++) {
+  for (int i = 0; i < t->rows.num_segments; i++) {
     t->segments[i].keys = row_at(&t->sides[0], t->first_cell[i], 0);
     t->segments[i].values = row_at(&t->sides[1], t->first_cell[i], 0);
   }
@@ -106,7 +107,7 @@ static void point_to_cells(tried *t) {
 static void choose_segments(tried *t, int cells) {
   const int num = 1 + random_below(MOST_SEGMENTS);
   int64_t at = 0;
-  t->call.num_segments = 0, t->len = 0;
+  t->rows.num_segments = 0, t->len = 0;
   for (int i = 0; i < num && at < cells; i++) {
     at += random_below(3) ? 0 : random_below(5);
     if (at >= cells) break;
@@ -114,10 +115,10 @@ static void choose_segments(tried *t, int cells) {
     if (random_below(3) == 0 && n > 16) n = n / 16 * 16;
     t->first_cell[i] = at;
     t->segments[i].num_tokens = n;
-    t->call.num_segments++;
+    t->rows.num_segments++;
     t->len += n, at += n;
   }
-  if (t->len == 0) t->first_cell[0] = 0, t->segments[0].num_tokens = t->len = cells, t->call.num_segments = 1;
+  if (t->len == 0) t->first_cell[0] = 0, t->segments[0].num_tokens = t->len = cells, t->rows.num_segments = 1;
 }
 
 static void choose_options(tried *t) {
@@ -161,14 +162,12 @@ static void new_tried(tried *t, int rows, int cells) {
   const int value_dim = t->sides[1].rows.dim, heads = kv_heads * group;
   choose_segments(t, cells);
   if (rows > t->len) rows = (int)t->len;
-  t->call = (kvedge_rows_call){.keys = t->sides[0].rows,
-                               .values = t->sides[1].rows,
-                               .num_kv_heads = kv_heads,
-                               .num_heads = heads,
-                               .segments = t->segments,
-                               .num_segments = t->call.num_segments,
-                               .num_rows = rows,
-                               .options = &t->options};
+  t->rows = (kvedge_rows_cache){.keys = t->sides[0].rows,
+                                .values = t->sides[1].rows,
+                                .num_kv_heads = kv_heads,
+                                .segments = t->segments,
+                                .num_segments = t->rows.num_segments};
+  t->call = (kvedge_attention_call){.rows = &t->rows, .num_heads = heads, .num_rows = rows, .options = &t->options};
   point_to_cells(t);
   choose_options(t);
   const size_t pad = (size_t)ONE_OF(0, 0, 12);
@@ -199,7 +198,7 @@ static void free_tried(tried *t) {
 /* The logit of a token, or -INFINITY. */
 static double logit_of(const tried *t, int64_t row, int head, int64_t token) {
   const kvedge_attention_options *o = &t->options;
-  const kvedge_rows_call *c = &t->call;
+  const kvedge_attention_call *c = &t->call;
   const int64_t position = t->len - c->num_rows + row;
   if (o->causal && token > position) return -INFINITY;
   if (o->window && token <= position - o->window) return -INFINITY;
@@ -207,9 +206,9 @@ static double logit_of(const tried *t, int64_t row, int head, int64_t token) {
     return -INFINITY;
   const float *q = (const float *)((char *)c->query.data + row * c->query.token_stride + head * c->query.head_stride);
   double logit = 0.0;
-  for (int d = 0; d < c->keys.dim; d++)
-    logit += q[d] * element(&t->sides[0], cell_of(t, token), head / (c->num_heads / c->num_kv_heads), d);
-  logit *= 1.0 / sqrt(c->keys.dim);
+  for (int d = 0; d < t->rows.keys.dim; d++)
+    logit += q[d] * element(&t->sides[0], cell_of(t, token), head / (c->num_heads / t->rows.num_kv_heads), d);
+  logit *= 1.0 / sqrt(t->rows.keys.dim);
   if (o->softcap > 0.0f) logit = o->softcap * tanh(logit / o->softcap);
   if (o->alibi_slopes) logit += o->alibi_slopes[head] * (double)(token - position);
   const int64_t at = head * o->bias_strides[0] + row * o->bias_strides[1] + token * o->bias_strides[2];
@@ -221,7 +220,7 @@ static double logit_of(const tried *t, int64_t row, int head, int64_t token) {
 
 /* Is the output of a call within the numerics contract? Of many rows and heads some are looked at. */
 static int is_right(const tried *t) {
-  const kvedge_rows_call *c = &t->call;
+  const kvedge_attention_call *c = &t->call;
   double *logits = malloc((size_t)t->len * sizeof *logits);
   int right = 1;
   for (int64_t row = 0; row < c->num_rows && right; row++)
@@ -232,11 +231,11 @@ static int is_right(const tried *t) {
       for (int64_t i = 0; i < t->len; i++) most = fmax(most, logits[i] = logit_of(t, row, head, i));
       for (int64_t i = 0; i < t->len; i++) sum += logits[i] = isinf(most) ? 0.0 : exp(logits[i] - most);
       if (t->options.sink_logits && !isinf(most)) sum += exp(t->options.sink_logits[head] - most);
-      const int kv_head = head / (c->num_heads / c->num_kv_heads);
+      const int kv_head = head / (c->num_heads / t->rows.num_kv_heads);
       for (int64_t i = 0; i < t->len; i++)
-        for (int d = 0; logits[i] > 0.0 && d < c->values.dim; d++)
+        for (int d = 0; logits[i] > 0.0 && d < t->rows.values.dim; d++)
           largest = fmax(largest, fabs(element(&t->sides[1], cell_of(t, i), kv_head, d)));
-      for (int d = 0; d < c->values.dim && right; d++) {
+      for (int d = 0; d < t->rows.values.dim && right; d++) {
         double expected = 0.0;
         for (int64_t i = 0; i < t->len; i++)
           if (logits[i] > 0.0) expected += logits[i] * element(&t->sides[1], cell_of(t, i), kv_head, d);
@@ -252,18 +251,18 @@ static int is_right(const tried *t) {
 }
 
 /* Runs calls on `num_threads` threads, whose slices come in another order than they lie. */
-static kvedge_status run(const kvedge_rows_call *calls, int num, int num_threads) {
-  const size_t bytes = kvedge_rows_attention_bytes(calls, num, num_threads);
+static kvedge_status run(const kvedge_attention_call *calls, int num, int num_threads) {
+  const size_t bytes = kvedge_slices_bytes(calls, num, num_threads);
   block memory = new_block((bytes + 63) / 64 * 64 + 64);
   memset(memory.data, 0xff, memory.size);
   char *start = (char *)memory.data + memory.size - (bytes + 63) / 64 * 64;
-  kvedge_rows_attention *attention;
-  const kvedge_status status = kvedge_rows_attention_init(start, bytes, calls, num, num_threads, &attention);
-  const int n = status == KVEDGE_OK ? kvedge_rows_attention_num_slices(attention) : 0;
+  kvedge_slices *slices;
+  const kvedge_status status = kvedge_slices_init(start, bytes, calls, num, num_threads, &slices);
+  const int n = status == KVEDGE_OK ? kvedge_slices_count(slices) : 0;
   const int first = n ? random_below(n) : 0;
   for (int i = 0; i < n; i++) {
     const int slice = num_threads == 1 ? i : (first + i) % n, next = i + 1 < n ? (slice + 1) % n : -1;
-    kvedge_rows_attention_run(attention, slice, random_below(2) ? next : -1, random_below(num_threads));
+    kvedge_slices_run(slices, slice, random_below(2) ? next : -1, random_below(num_threads));
   }
   free_block(&memory);
   return status;
@@ -273,7 +272,7 @@ static void check_any_call(void) {
   begin("any strides, formats, options");
   for (int i = 0; i < (is_short() ? 12 : 100); i++) {
     tried t[MOST_CALLS];
-    kvedge_rows_call calls[MOST_CALLS];
+    kvedge_attention_call calls[MOST_CALLS];
     const int num = 1 + random_below(MOST_CALLS);
     for (int j = 0; j < num; j++)
       new_tried(&t[j], ONE_OF(1, 1, 2, 5, 40), 1 + random_below(MOST_CELLS)), calls[j] = t[j].call;
@@ -331,43 +330,45 @@ static void check_refused(void) {
   do {
     if (t.call.num_rows) free_tried(&t);
     new_tried(&t, 2, 40);
-  } while (t.call.num_kv_heads == 1 || t.len < 2);
+  } while (t.rows.num_kv_heads == 1 || t.len < 2);
   kvedge_attention_defaults(&t.options);
-  const kvedge_rows_call good = t.call;
-  kvedge_rows_call bad;
+  const kvedge_attention_call good = t.call;
+  kvedge_attention_call bad;
+  kvedge_rows_cache bad_rows;
   kvedge_rows_segment segment = t.segments[0];
   kvedge_attention_options options = t.options;
   float factors[64];
   for (int i = 0; i < 64; i++) factors[i] = 1.0f;
 #define REFUSES(status, ...)                                                                                           \
   do {                                                                                                                 \
-    bad = good, segment = t.segments[0], options = t.options;                                                          \
+    bad = good, bad_rows = t.rows, bad.rows = &bad_rows, segment = t.segments[0], options = t.options;                 \
     __VA_ARGS__;                                                                                                       \
     if (run(&bad, 1, 1) != (status)) fail("line %d: not refused: %s", __LINE__, #__VA_ARGS__);                         \
     for (size_t i = 0; i < t.out.size; i++)                                                                            \
       if (((unsigned char *)t.out.data)[i] != UNTOUCHED) fail("line %d: written", __LINE__), i = t.out.size;           \
     end_case();                                                                                                        \
   } while (0)
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.format = KVEDGE_INT8);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, (bad.keys.format = KVEDGE_Q8_0, bad.keys.dim = 40));
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.values.format = KVEDGE_KIVI4);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.format = (kvedge_format)99);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.dim = 0);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.values.dim = 1025);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.token_stride = 2);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.token_stride = -good.keys.token_stride);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.head_stride++);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.keys.bound = NAN);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_kv_heads = 0);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.format = KVEDGE_INT8);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, (bad_rows.keys.format = KVEDGE_Q8_0, bad_rows.keys.dim = 40));
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.values.format = KVEDGE_KIVI4);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.format = (kvedge_format)99);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.dim = 0);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.values.dim = 1025);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.token_stride = 2);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.token_stride = -t.rows.keys.token_stride);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.head_stride++);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.bound = NAN);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.num_kv_heads = 0);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_heads = good.num_heads + 1);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_rows = 0);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_rows = t.len + 1);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_segments = 0);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.segments = NULL);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_segments = 1, bad.num_rows = 1, bad.segments = &segment,
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.num_segments = 0);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.segments = NULL);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.num_segments = 1, bad.num_rows = 1, bad_rows.segments = &segment,
           segment.num_tokens = 0);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_segments = 1, bad.num_rows = 1, bad.segments = &segment, segment.keys = NULL);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.num_segments = 1, bad.num_rows = 1, bad.segments = &segment,
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.num_segments = 1, bad.num_rows = 1, bad_rows.segments = &segment,
+          segment.keys = NULL);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.num_segments = 1, bad.num_rows = 1, bad_rows.segments = &segment,
           segment.values = (const char *)segment.values + 1);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.query.data = NULL);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.out.token_stride = 4);
@@ -381,14 +382,14 @@ static void check_refused(void) {
   *q = NAN;
   REFUSES(KVEDGE_ERROR_NONFINITE, (void)0);
   *q = kept;
-  CHECK(kvedge_rows_attention_bytes(NULL, 1, 1) == 0);
-  CHECK(kvedge_rows_attention_bytes(&good, 0, 1) == 0);
-  CHECK(kvedge_rows_attention_bytes(&good, 1, 0) == 0);
-  const size_t bytes = kvedge_rows_attention_bytes(&good, 1, 1);
+  CHECK(kvedge_slices_bytes(NULL, 1, 1) == 0);
+  CHECK(kvedge_slices_bytes(&good, 0, 1) == 0);
+  CHECK(kvedge_slices_bytes(&good, 1, 0) == 0);
+  const size_t bytes = kvedge_slices_bytes(&good, 1, 1);
   block memory = new_block(bytes);
-  kvedge_rows_attention *attention;
-  CHECK(kvedge_rows_attention_init(memory.data, bytes - 1, &good, 1, 1, &attention) == KVEDGE_ERROR_MEMORY);
-  CHECK(kvedge_rows_attention_init(memory.data, bytes, &good, 1, 1, &attention) == KVEDGE_OK);
+  kvedge_slices *slices;
+  CHECK(kvedge_slices_init(memory.data, bytes - 1, &good, 1, 1, &slices) == KVEDGE_ERROR_MEMORY);
+  CHECK(kvedge_slices_init(memory.data, bytes, &good, 1, 1, &slices) == KVEDGE_OK);
   free_block(&memory);
   free_tried(&t);
   end();

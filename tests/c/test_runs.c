@@ -41,6 +41,7 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
       .parts = &part,
       .num_parts = 1,
       .num_rows = rows,
+      .num_heads = num_heads,
       .query = {(void *)(uintptr_t)query, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4,       dim * 4      },
       .out = {out,                      KVEDGE_TYPE_FLOAT32, num_heads * value_dim * 4, value_dim * 4},
       .options = o
@@ -50,7 +51,7 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
   for (int i = 0; i < 4; i += first ? 2 : 1) {
     memset(out, -1, outs * sizeof *out);
     if (i % 2) CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, i) == KVEDGE_OK);
-    else CHECK(kvedge_attend_layers(&call, 1, num_heads, i + 1) == KVEDGE_OK);
+    else CHECK(kvedge_attend_layers(&call, 1, i + 1) == KVEDGE_OK);
     for (size_t j = 0; j < outs; j++)
       if (!(fabsf(out[j] - expected[j]) <= 2e-4f * largest)) fail("in blocks %.9g, not %.9g", out[j], expected[j]);
     end_case();

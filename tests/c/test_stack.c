@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "kvedge.h"
+#include "layer_calls.h"
 
 enum { DIM = 1024, KV_HEADS = 1, HEADS = 4, TOKENS = 96, ROWS = 10, STACK = 1 << 20, PAINT = 0xa5 };
 #if defined(__SANITIZE_ADDRESS__) || !defined(__OPTIMIZE__) /* frames are larger */
@@ -37,12 +37,12 @@ static int append_to_file(void *context, const void *piece, size_t bytes) {
 }
 
 static void attend_in_slices(const kvedge_layer *layer, int num_rows, const kvedge_attention_options *o) {
-  const int slices = kvedge_attention_num_slices(layer, num_rows, HEADS, o);
-  const size_t bytes = kvedge_attention_bytes(layer, num_rows, HEADS, o, 1);
+  const kvedge_attention_call call = call_on(layer, query, num_rows, HEADS, o, out, NULL);
+  const size_t bytes = kvedge_slices_bytes(&call, 1, 1);
   void *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
-  kvedge_attention *a;
-  CHECK(kvedge_attention_init(memory, bytes, layer, query, num_rows, HEADS, o, 1, out, NULL, &a) == KVEDGE_OK);
-  for (int s = 0; s < slices; s++) kvedge_attention_run(a, s, 0, NULL), kvedge_attention_collect(a, s, 0);
+  kvedge_slices *slices;
+  CHECK(kvedge_slices_init(memory, bytes, &call, 1, 1, &slices) == KVEDGE_OK);
+  for (int s = 0; s < kvedge_slices_count(slices); s++) kvedge_slices_run(slices, s, -1, 0);
   free(memory);
 }
 
@@ -56,10 +56,11 @@ static void attend_in_parts(const kvedge_layer *layer, int num_rows) {
       .parts = parts,
       .num_parts = 2,
       .num_rows = num_rows,
+      .num_heads = HEADS,
       .query = {query, KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4},
       .out = {out,   KVEDGE_TYPE_FLOAT32, HEADS * DIM * 4, DIM * 4}
   };
-  CHECK(kvedge_attend_layers(&call, 1, HEADS, 1) == KVEDGE_OK);
+  CHECK(kvedge_attend_layers(&call, 1, 1) == KVEDGE_OK);
 }
 
 /* The layer written to a file, and loaded again; grids have no files. */

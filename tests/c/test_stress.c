@@ -6,6 +6,7 @@
  * (AddressSanitizer); data races are ThreadSanitizer's to find.
  */
 #include "check.h"
+#include "layer_calls.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -15,7 +16,6 @@
 
 #include "formats/format.h"
 #include "system/dispatch.h"
-#include "kvedge.h"
 
 enum {
   HEADS = 8,
@@ -214,16 +214,13 @@ static void read_sliced(reader *r, int kind, int64_t len) {
   block arrays;
   float out[MAX_ROWS * HEADS * DIM], lse[MAX_ROWS * HEADS];
   call c = make_call(r, kind, len, &arrays);
-  int slices = kvedge_attention_num_slices(layer, c.num_rows, HEADS, &c.options);
-  size_t bytes = kvedge_attention_bytes(layer, c.num_rows, HEADS, &c.options, slices);
+  const kvedge_attention_call sliced = call_on(layer, queries, c.num_rows, HEADS, &c.options, out, lse);
+  size_t bytes = kvedge_slices_bytes(&sliced, 1, 1);
   block memory = new_block((bytes + 63) / 64 * 64);
-  kvedge_attention *attention;
-  kvedge_status status = kvedge_attention_init(memory.data, bytes, layer, queries, c.num_rows, HEADS, &c.options,
-                                               slices, out, lse, &attention);
-  if (status == KVEDGE_OK) {
-    for (int slice = slices; slice-- > 0;) kvedge_attention_run(attention, slice, slice, NULL);
-    for (int slice = 0; slice < slices; slice++) kvedge_attention_collect(attention, slice, slice);
-  }
+  kvedge_slices *slices;
+  kvedge_status status = kvedge_slices_init(memory.data, bytes, &sliced, 1, 1, &slices);
+  for (int slice = status == KVEDGE_OK ? kvedge_slices_count(slices) : 0; slice-- > 0;)
+    kvedge_slices_run(slices, slice, -1, 0);
   count(r, status == KVEDGE_OK && is_right(&c, out, lse), "sliced", kind, len);
   free_block(&memory);
   if (arrays.data) free_block(&arrays);

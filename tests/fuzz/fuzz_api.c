@@ -11,6 +11,7 @@
  * be. One input is one layer, on one of the kernel paths that this CPU runs, and up to MAX_CALLS calls.
  */
 #define _GNU_SOURCE
+#include "../c/layer_calls.h"
 #include "reference.h"
 
 #ifndef FUZZ_WITHOUT
@@ -631,40 +632,29 @@ static kvedge_status attend(attention_call *c) {
                        c->with_lse ? c->lse : NULL);
 }
 
-/* Slices in some order, with some number of slots, in memory of exactly the size asked for. */
+/* Slices in some order, on some threads, in memory of exactly the size asked for. */
 static void check_slices(const attention_call *c) {
   const ref_call *f = &c->ref;
-  int slices = kvedge_attention_num_slices(it.layer, f->num_rows, f->num_heads, c->options);
-  if (c->expected == KVEDGE_ERROR_ARGUMENT) {
-    REQUIRE(slices == 0, "%d slices of a refused call", slices);
-    REQUIRE(kvedge_attention_bytes(it.layer, f->num_rows, f->num_heads, c->options, 1) == 0, "bytes of a refused call");
-  }
-  int slots = slices > 0 ? 1 + next_byte() % (slices + 1) : 1;
-  size_t bytes = kvedge_attention_bytes(it.layer, f->num_rows, f->num_heads, c->options, slots);
-  kvedge_attention *a = NULL;
-  void *memory = exact_aligned(bytes, 64);
+  const int num_threads = 1 + next_below(4);
   float *out = exact(c->num_out * sizeof *out), *lse = c->with_lse ? exact(c->num_lse * sizeof *lse) : NULL;
+  const kvedge_attention_call call = call_on(it.layer, c->query, f->num_rows, f->num_heads, c->options, out, lse);
+  const size_t bytes = kvedge_slices_bytes(&call, 1, num_threads);
+  REQUIRE(bytes == 0 || c->expected != KVEDGE_ERROR_ARGUMENT, "bytes of a refused call");
+  kvedge_slices *slices = NULL;
+  void *memory = exact_aligned(bytes, 64);
   if (bytes)
-    REQUIRE(kvedge_attention_init(memory, bytes - 1, it.layer, c->query, f->num_rows, f->num_heads, c->options, slots,
-                                  out, lse, &a) == (c->expected ? c->expected : KVEDGE_ERROR_MEMORY),
+    REQUIRE(kvedge_slices_init(memory, bytes - 1, &call, 1, num_threads, &slices) ==
+                (c->expected ? c->expected : KVEDGE_ERROR_MEMORY),
             "a byte too few");
-  kvedge_status status = kvedge_attention_init(memory, bytes, it.layer, c->query, f->num_rows, f->num_heads, c->options,
-                                               slots, out, lse, &a);
+  kvedge_status status = kvedge_slices_init(memory, bytes, &call, 1, num_threads, &slices);
   REQUIRE(status == c->expected, "status %d, not %d", status, c->expected);
-  int backwards = next_below(2), stopping = one_in(4);
-  const volatile int stop = 1, go = 0;
-  for (int first = 0; first < slices && status == KVEDGE_OK; first += slots) {
-    int count = slices - first < slots ? slices - first : slots;
-    for (int i = 0; i < count; i++) {
-      int slot = backwards ? count - 1 - i : i;
-      if (stopping) kvedge_attention_run(a, first + slot, slot, &stop);
-      kvedge_attention_run(a, first + slot, slot, stopping ? &go : NULL);
-    }
-    for (int i = 0; i < count; i++) kvedge_attention_collect(a, first + i, i);
+  const int num = status == KVEDGE_OK ? kvedge_slices_count(slices) : 0, backwards = next_below(2);
+  for (int i = 0; i < num; i++) {
+    const int slice = backwards ? num - 1 - i : i, next = i + 1 == num ? -1 : backwards ? slice - 1 : slice + 1;
+    kvedge_slices_run(slices, slice, next_below(2) ? next : -1, next_below((unsigned)num_threads));
   }
   if (status == KVEDGE_OK) {
-    REQUIRE(!memcmp(out, c->out, c->num_out * sizeof *out), "slices give another out (%d slices, %d slots)", slices,
-            slots);
+    REQUIRE(!memcmp(out, c->out, c->num_out * sizeof *out), "slices give another out (%d slices)", num);
     if (lse) REQUIRE(!memcmp(lse, c->lse, c->num_lse * sizeof *lse), "slices give another lse");
   }
   release(memory), release(out), release(lse);

@@ -327,7 +327,7 @@ def test_the_page_of_the_c_api_names_every_function_of_the_header():
     header = (ROOT / "csrc/kvedge.h").read_text()
     code = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     declared = set(re.findall(r"\b(kvedge_\w+)\(", code))
-    assert len(declared) > 60
+    assert len(declared) > 40
     page = (ROOT / "docs/c_api.md").read_text()
     table = page[page.index("**All functions**") : page.index("**Stability.**")]
     assert set(re.findall(r"`(kvedge_\w+)`", table)) == declared
