@@ -494,6 +494,9 @@ typedef struct {
   const struct kvedge_part *parts;         /* where `layer` is NULL: [num_parts], what is attended to instead */
   int num_parts;                           /* 0 to 4096; 0: `layer` */
   const struct kvedge_rows_cache *rows;    /* where both are missing; for kvedge_slices alone, with lse NULL */
+  int joins; /* 1: to the call before, of rows too, whose query rows see these tokens besides: in another format, or elsewhere.
+              * Rows, heads and dims are as there; query and out are that call's, whose out gets the merged result; options are
+              * its own, but for sink_logits, which count once. Up to 7 join a call */
 } kvedge_attention_call;
 
 /* Some tokens of a layer, at their place in a sequence whose tokens lie in several layers: first
@@ -581,6 +584,9 @@ typedef struct kvedge_rows_cache {
   int num_kv_heads;
   const kvedge_rows_segment *segments;
   int num_segments; /* 1 or more */
+  int64_t
+      num_behind; /* tokens of the sequence behind these that lie in calls that join: positions count them, so that the
+                       * query rows are those of the last tokens of all */
 } kvedge_rows_cache;
 
 /* ---- Paged: sequences in the blocks of a pool ------------------------------------------------ */

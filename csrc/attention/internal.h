@@ -266,10 +266,14 @@ kvedge_status kvedge_request_check(const kvedge_request *r);
  * capacity. */
 kvedge_status kvedge_request_layer(kvedge_request *r, const kvedge_layer *layer, kvedge_segment *segment);
 
+enum { KVEDGE_MOST_JOINED = 8 }; /* calls with one result */
+
 /* rows.c: requests that rows in memory of others become: one, or where heads do not lie side by side one for each KV head; 0:
- * they are not valid. And a request's view of them, checked; segments NULL: only sizes are planned. */
+ * they are not valid. And a request's view of them, checked; segments NULL: only sizes are
+ * planned; num_tokens are those of all calls that join. */
 int kvedge_requests_of_rows(const kvedge_rows_cache *rows, int num_heads);
-kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *rows, kvedge_segment *segments);
+kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *rows, int64_t num_tokens,
+                                  kvedge_segment *segments);
 
 /* plan.c: plans rows row..row+num_rows-1 of a checked request; lays a plan out from `base` on
  * (NULL: only counts its bytes, which it returns); sets it up in as many: arrays, segments,

@@ -168,14 +168,14 @@ static size_t query_bytes(const kvedge_request *r) {
   return r->num_turns ? kvedge_align(rows * (size_t)r->view.side[KEYS].shape.dim * sizeof(float)) : 0;
 }
 
-static size_t result_bytes(const kvedge_request *r) {
+size_t kvedge_result_bytes(const kvedge_request *r) {
   const size_t rows = (size_t)r->num_rows * (size_t)r->num_heads;
   return kvedge_align(rows * (size_t)r->view.side[VALUES].shape.dim * sizeof(float)) +
          kvedge_align(rows * sizeof(double));
 }
 
 size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts) {
-  size_t bytes = num_parts > 1 ? (size_t)num_parts * result_bytes(requests) : 0;
+  size_t bytes = num_parts > 1 ? (size_t)num_parts * kvedge_result_bytes(requests) : 0;
   for (int i = 0; i < num_parts; i++) bytes += query_bytes(&requests[i]);
   return bytes;
 }

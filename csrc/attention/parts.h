@@ -26,6 +26,9 @@ int kvedge_requests_of_parts(const kvedge_attention_call *call, kvedge_call_room
  * which writes to the call's own arrays; perhaps 0. */
 size_t kvedge_parts_bytes(const kvedge_request *requests, int num_parts);
 
+/* Room for the result of one of several requests. */
+size_t kvedge_result_bytes(const kvedge_request *request);
+
 /* Turns queries, and lets the requests of a call read and write them in `room`; returns its end. */
 char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, char *room);
 

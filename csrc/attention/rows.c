@@ -65,7 +65,7 @@ static int view_of_rows(const kvedge_rows_cache *rows, kvedge_cache_view *view, 
   for (int s = 0; s < SIDES; s++)
     if (!side_of_rows(of_side[s], rows->num_kv_heads, &view->side[s], apart, &view->bounds_unknown)) return 0;
   view->len = tokens_of(rows);
-  return view->len > 0;
+  return view->len > 0 && rows->num_behind >= 0 && rows->num_behind <= KVEDGE_MOST_TOKENS - view->len;
 }
 
 int kvedge_requests_of_rows(const kvedge_rows_cache *rows, int num_heads) {
@@ -75,7 +75,8 @@ int kvedge_requests_of_rows(const kvedge_rows_cache *rows, int num_heads) {
   return apart ? rows->num_kv_heads : 1;
 }
 
-kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *rows, kvedge_segment *segments) {
+kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *rows, int64_t num_tokens,
+                                  kvedge_segment *segments) {
   const kvedge_attention_options *o = r->options;
   int apart;
   if (o && (o->num_tokens || o->start || o->tolerance != 0.0f)) return KVEDGE_ERROR_ARGUMENT;
@@ -93,6 +94,8 @@ kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *ro
     };
   }
   r->view.segments = segments;
-  r->first_position = r->view.len - r->num_rows;
-  return kvedge_request_check(r);
+  r->first_position = r->view.len + rows->num_behind - r->num_rows;
+  kvedge_request of_all = *r; /* the calls that join */
+  of_all.view.len = num_tokens;
+  return kvedge_request_check(&of_all);
 }

@@ -6,9 +6,18 @@
 #include "store/ranges.h"
 #include "system/float_mode.h"
 
+/* Calls that join, of some KV heads: their requests, whose results are merged once all of them are there. */
+typedef struct {
+  kvedge_attention_call merged; /* what the result is written to */
+  kvedge_request *requests;     /* (num_requests) */
+  int num_requests;
+  atomic_int num_left; /* requests whose slices have not all run */
+} joined_calls;
+
 /* A request's plan, set up; and its slices among all. */
 typedef struct {
   kvedge_attention *attention;
+  joined_calls *joined; /* or NULL */
   int first_slice, num_slices;
   atomic_int num_left; /* slices that have not run */
 } slice_plan;
@@ -30,20 +39,49 @@ static int num_requests(const kvedge_attention_call *call) {
 
 static int num_segments(const kvedge_attention_call *call) { return call->rows ? call->rows->num_segments : 1; }
 
-/* The request of a call with all its heads, checked; sizes_only: of what it points to only the cache is looked at. */
-static kvedge_status request_of(const kvedge_attention_call *call, int sizes_only, kvedge_segment *segments,
-                                kvedge_request *r) {
+/* A call and those that join it. */
+typedef struct {
+  int num_calls;
+  int num_requests;   /* of each of them */
+  int64_t num_tokens; /* of all of them; 0 where nothing joins */
+} call_group;
+
+static int are_alike(const kvedge_attention_call *a, const kvedge_attention_call *b) {
+  return a->rows && b->rows && a->num_rows == b->num_rows && a->num_heads == b->num_heads &&
+         a->rows->num_kv_heads == b->rows->num_kv_heads && a->rows->keys.dim == b->rows->keys.dim &&
+         a->rows->values.dim == b->rows->values.dim;
+}
+
+/* The group that begins with a call; no calls: one is not valid. */
+static call_group group_of_calls(const kvedge_attention_call *calls, int num_calls) {
+  const call_group none = {.num_calls = 0};
+  call_group of = none;
+  for (int n = 0; n < num_calls && (n == 0 || calls[n].joins); n++) {
+    const int requests = num_requests(&calls[n]);
+    if (requests == 0 || (n == 0 ? calls[n].joins : !are_alike(&calls[0], &calls[n]))) return none;
+    if (++of.num_calls > KVEDGE_MOST_JOINED) return none;
+    if (requests > of.num_requests) of.num_requests = requests;
+    for (int i = 0; calls[n].rows && i < calls[n].rows->num_segments; i++)
+      of.num_tokens += calls[n].rows->segments[i].num_tokens;
+  }
+  return of;
+}
+
+/* The request of a call with all its heads, checked; sizes_only: of what it points to only the cache is looked at. `first` is
+ * the call that it joins, or itself. */
+static kvedge_status request_of(const kvedge_attention_call *call, const kvedge_attention_call *first,
+                                const call_group *group, int sizes_only, kvedge_segment *segments, kvedge_request *r) {
   *r = (kvedge_request){
       .num_heads = call->num_heads, .num_rows = call->num_rows, .lse = call->lse, .options = call->options};
   if (!sizes_only) {
-    if (!kvedge_array_is_valid(&call->query) || !kvedge_array_is_valid(&call->out)) return KVEDGE_ERROR_ARGUMENT;
-    r->query = call->query, r->out = call->out;
+    if (!kvedge_array_is_valid(&first->query) || !kvedge_array_is_valid(&first->out)) return KVEDGE_ERROR_ARGUMENT;
+    r->query = first->query, r->out = first->out;
   }
-  const kvedge_status status =
-      call->rows ? kvedge_request_rows(r, call->rows, segments) : kvedge_request_layer(r, call->layer, segments);
+  const kvedge_status status = call->rows ? kvedge_request_rows(r, call->rows, group->num_tokens, segments)
+                                          : kvedge_request_layer(r, call->layer, segments);
   if (status != KVEDGE_OK || sizes_only) return status;
   const int is_apart =
-      kvedge_array_is_apart(&call->out, call->num_rows, call->num_heads, r->view.side[VALUES].shape.dim);
+      kvedge_array_is_apart(&first->out, call->num_rows, call->num_heads, r->view.side[VALUES].shape.dim);
   return is_apart ? KVEDGE_OK : KVEDGE_ERROR_ARGUMENT;
 }
 
@@ -79,76 +117,152 @@ static size_t plan_request(const kvedge_request *r, int num_threads, kvedge_atte
   return kvedge_attention_lay_out(a, NULL, *num_slots);
 }
 
-/* ---- Memory: the object, workspaces, plans, segments of the call at hand, requests --------------- */
+/* ---- Memory: the object, workspaces, plans, joined calls, segments of the group at hand, requests - */
 
-/* Bytes of all but the requests; 0: a call's shapes are not valid. */
-static size_t lay_out(const kvedge_attention_call *calls, int num_calls, int num_threads, char *base, kvedge_slices *of,
-                      kvedge_segment **segments) {
+/* What requests have in common. */
+typedef struct {
+  joined_calls *joined;
+  kvedge_segment *segments;
+  size_t bytes;
+} common_room;
+
+/* No bytes: a call's shapes are not valid. */
+static common_room lay_out(const kvedge_attention_call *calls, int num_calls, int num_threads, char *base,
+                           kvedge_slices *of) {
   enum { MOST_THREADS = 1024 };
-  size_t used = 0, num_plans = 0, most_segments = 0;
-  if (!calls || num_calls < 1 || num_threads < 1 || num_threads > MOST_THREADS) return 0;
-  for (int i = 0; i < num_calls; i++) {
-    const int requests = num_requests(&calls[i]);
-    if (requests == 0) return 0;
-    num_plans += (size_t)requests;
-    if ((size_t)num_segments(&calls[i]) > most_segments) most_segments = (size_t)num_segments(&calls[i]);
+  common_room room = {.bytes = 0};
+  size_t num_plans = 0, num_joined = 0, most_segments = 0;
+  if (!calls || num_calls < 1 || num_threads < 1 || num_threads > MOST_THREADS) return room;
+  for (int i = 0; i < num_calls;) {
+    const call_group group = group_of_calls(calls + i, num_calls - i);
+    if (group.num_calls == 0) return room;
+    num_plans += (size_t)group.num_requests * (size_t)group.num_calls;
+    num_joined += group.num_calls > 1 ? (size_t)group.num_requests : 0;
+    size_t segments = 0;
+    for (const int stop = i + group.num_calls; i < stop; i++) segments += (size_t)num_segments(&calls[i]);
+    if (segments > most_segments) most_segments = segments;
   }
-  if (num_plans > INT32_MAX) return 0;
-  kvedge_take(base, &used, sizeof *of);
-  of->workspaces = kvedge_take(base, &used, (size_t)num_threads * kvedge_workspace_bytes());
-  of->plans = kvedge_take(base, &used, num_plans * sizeof *of->plans);
+  if (num_plans > INT32_MAX) return room;
+  kvedge_take(base, &room.bytes, sizeof *of);
+  of->workspaces = kvedge_take(base, &room.bytes, (size_t)num_threads * kvedge_workspace_bytes());
+  of->plans = kvedge_take(base, &room.bytes, num_plans * sizeof *of->plans);
   of->num_plans = (int)num_plans, of->num_slices = 0;
-  *segments = kvedge_take(base, &used, most_segments * sizeof **segments);
-  return used;
+  room.joined = kvedge_take(base, &room.bytes, num_joined * sizeof *room.joined);
+  room.segments = kvedge_take(base, &room.bytes, most_segments * sizeof *room.segments);
+  return room;
+}
+
+/* Bytes of a group's requests and of their results, of some KV heads; 0 where nothing joins. */
+static size_t joined_bytes(const kvedge_request *request, int num_calls) {
+  if (num_calls == 1) return 0;
+  return kvedge_align((size_t)num_calls * sizeof *request) + (size_t)num_calls * kvedge_result_bytes(request);
 }
 
 size_t kvedge_slices_bytes(const kvedge_attention_call *calls, int num_calls, int num_threads) {
   kvedge_slices of;
-  kvedge_segment *unused, one;
-  size_t bytes = lay_out(calls, num_calls, num_threads, NULL, &of, &unused);
-  for (int i = 0; bytes && i < num_calls; i++) {
-    kvedge_request whole;
-    kvedge_attention_options options;
-    kvedge_attention planned;
-    int num_slots;
-    if (request_of(&calls[i], 1, calls[i].rows ? NULL : &one, &whole) != KVEDGE_OK) return 0;
-    const int requests = num_requests(&calls[i]);
-    const kvedge_request r = heads_of(&whole, 0, whole.view.num_kv_heads / requests, &options);
-    bytes += (size_t)requests * plan_request(&r, num_threads, &planned, &num_slots);
+  kvedge_segment one;
+  size_t bytes = lay_out(calls, num_calls, num_threads, NULL, &of).bytes;
+  for (int i = 0; bytes && i < num_calls;) {
+    const call_group group = group_of_calls(calls + i, num_calls - i);
+    const kvedge_attention_call *first = &calls[i];
+    kvedge_request r = {.num_rows = 0};
+    for (const int stop = i + group.num_calls; i < stop; i++) {
+      kvedge_request whole;
+      kvedge_attention_options options;
+      kvedge_attention planned;
+      int num_slots;
+      if (request_of(&calls[i], first, &group, 1, calls[i].rows ? NULL : &one, &whole) != KVEDGE_OK) return 0;
+      r = heads_of(&whole, 0, whole.view.num_kv_heads / group.num_requests, &options);
+      bytes += (size_t)group.num_requests * plan_request(&r, num_threads, &planned, &num_slots);
+    }
+    bytes += (size_t)group.num_requests * joined_bytes(&r, group.num_calls);
   }
   return bytes;
+}
+
+/* What init fills. */
+typedef struct {
+  char *memory;
+  size_t used, bytes;
+  int num_threads;
+  slice_plan *plan;     /* the next one */
+  joined_calls *joined; /* the same */
+} filling;
+
+/* Sets up a request; 0: there is too little memory. */
+static int set_up(filling *f, kvedge_slices *of, const kvedge_request *r, joined_calls *joined) {
+  kvedge_attention planned;
+  int num_slots;
+  const size_t needed = plan_request(r, f->num_threads, &planned, &num_slots);
+  if (needed > f->bytes - f->used) return 0;
+  slice_plan *plan = f->plan++;
+  plan->attention = kvedge_attention_set_up(&planned, f->memory + f->used, num_slots);
+  plan->joined = joined;
+  plan->first_slice = of->num_slices;
+  plan->num_slices = planned.num_row_blocks * planned.chunks_per_block;
+  atomic_init(&plan->num_left, plan->num_slices);
+  of->num_slices += plan->num_slices;
+  f->used += needed;
+  return 1;
+}
+
+/* The same for the requests of calls that join, of some KV heads: they write where results wait to be merged. */
+static int set_up_joined(filling *f, kvedge_slices *of, const kvedge_request *requests, int num) {
+  const size_t needed = joined_bytes(requests, num);
+  if (needed > f->bytes - f->used) return 0;
+  joined_calls *joined = f->joined++;
+  *joined = (joined_calls){
+      .merged = {.out = requests->out, .num_rows = requests->num_rows},
+      .requests = (kvedge_request *)(f->memory + f->used),
+      .num_requests = num
+  };
+  atomic_init(&joined->num_left, num);
+  memcpy(joined->requests, requests, (size_t)num * sizeof *requests);
+  kvedge_parts_take_room(joined->requests, num, f->memory + f->used + kvedge_align((size_t)num * sizeof *requests));
+  f->used += needed;
+  for (int i = 0; i < num; i++)
+    if (!set_up(f, of, &joined->requests[i], joined)) return 0;
+  return 1;
+}
+
+/* Sets up the requests of a group, a call for each of `whole`. */
+static int set_up_group(filling *f, kvedge_slices *of, const call_group *group, const kvedge_request *whole) {
+  const int heads = whole->view.num_kv_heads / group->num_requests;
+  for (int kv_head = 0; kv_head < whole->view.num_kv_heads; kv_head += heads) {
+    kvedge_attention_options options[KVEDGE_MOST_JOINED];
+    kvedge_request r[KVEDGE_MOST_JOINED];
+    for (int i = 0; i < group->num_calls; i++) r[i] = heads_of(&whole[i], kv_head, heads, &options[i]);
+    for (int i = 1; i < group->num_calls; i++) {
+      if (r[i].options) options[i] = *r[i].options;
+      else kvedge_attention_defaults(&options[i]);
+      options[i].sink_logits = NULL; /* they count once */
+      r[i].options = &options[i];
+    }
+    if (!(group->num_calls == 1 ? set_up(f, of, r, NULL) : set_up_joined(f, of, r, group->num_calls))) return 0;
+  }
+  return 1;
 }
 
 kvedge_status kvedge_slices_init(void *memory, size_t bytes, const kvedge_attention_call *calls, int num_calls,
                                  int num_threads, kvedge_slices **slices) {
   KVEDGE_FLOAT_MODE;
   kvedge_slices of;
-  kvedge_segment *segments;
   if (!memory || (uintptr_t)memory % 64 || !slices) return KVEDGE_ERROR_ARGUMENT;
-  size_t used = lay_out(calls, num_calls, num_threads, memory, &of, &segments);
-  if (used == 0) return KVEDGE_ERROR_ARGUMENT;
-  if (used > bytes)
+  const common_room room = lay_out(calls, num_calls, num_threads, memory, &of);
+  if (room.bytes == 0) return KVEDGE_ERROR_ARGUMENT;
+  if (room.bytes > bytes)
     return kvedge_slices_bytes(calls, num_calls, num_threads) ? KVEDGE_ERROR_MEMORY : KVEDGE_ERROR_ARGUMENT;
-  slice_plan *plan = of.plans;
-  for (int i = 0; i < num_calls; i++) {
-    kvedge_request whole;
-    const kvedge_status status = request_of(&calls[i], 0, segments, &whole);
-    if (status != KVEDGE_OK) return status;
-    const int num_kv_heads = whole.view.num_kv_heads, heads = num_kv_heads / num_requests(&calls[i]);
-    for (int kv_head = 0; kv_head < num_kv_heads; kv_head += heads, plan++) {
-      kvedge_attention planned;
-      kvedge_attention_options options;
-      int num_slots;
-      const kvedge_request r = heads_of(&whole, kv_head, heads, &options);
-      const size_t needed = plan_request(&r, num_threads, &planned, &num_slots);
-      if (needed > bytes - used) return KVEDGE_ERROR_MEMORY;
-      plan->attention = kvedge_attention_set_up(&planned, (char *)memory + used, num_slots);
-      plan->first_slice = of.num_slices;
-      plan->num_slices = planned.num_row_blocks * planned.chunks_per_block;
-      atomic_init(&plan->num_left, plan->num_slices);
-      of.num_slices += plan->num_slices;
-      used += needed;
+  filling f = {memory, room.bytes, bytes, num_threads, of.plans, room.joined};
+  for (int i = 0; i < num_calls;) {
+    const call_group group = group_of_calls(calls + i, num_calls - i);
+    kvedge_request whole[KVEDGE_MOST_JOINED];
+    kvedge_segment *segments = room.segments;
+    for (int j = 0; j < group.num_calls; segments += num_segments(&calls[i + j]), j++) {
+      const kvedge_status status = request_of(&calls[i + j], &calls[i], &group, 0, segments, &whole[j]);
+      if (status != KVEDGE_OK) return status;
     }
+    if (!set_up_group(&f, &of, &group, whole)) return KVEDGE_ERROR_MEMORY;
+    i += group.num_calls;
   }
   *slices = memory;
   **slices = of;
@@ -169,6 +283,8 @@ static slice_plan *plan_of_slice(const kvedge_slices *of, int slice) {
   return &of->plans[first];
 }
 
+static int was_last(atomic_int *num_left) { return atomic_fetch_sub_explicit(num_left, 1, memory_order_acq_rel) == 1; }
+
 void kvedge_slices_run(kvedge_slices *of, int slice, int next, int thread) {
   KVEDGE_FLOAT_MODE;
   slice_plan *plan = plan_of_slice(of, slice);
@@ -181,10 +297,11 @@ void kvedge_slices_run(kvedge_slices *of, int slice, int next, int thread) {
   }
   const int index = slice - plan->first_slice, slot = a->num_slots == plan->num_slices ? index : thread;
   kvedge_slice_run(a, index, following, slot, w, NULL);
-  if (a->chunks_per_block == 1) {
-    kvedge_slice_collect(a, index, slot, slot, w);
-    return;
-  }
-  if (atomic_fetch_sub_explicit(&plan->num_left, 1, memory_order_acq_rel) > 1) return;
-  for (int i = 0; i < plan->num_slices; i++) kvedge_slice_collect(a, i, i, 0, w);
+  const int runs_alone = a->chunks_per_block == 1;
+  joined_calls *joined = plan->joined;
+  if (runs_alone) kvedge_slice_collect(a, index, slot, slot, w);
+  if ((runs_alone && !joined) || !was_last(&plan->num_left)) return;
+  for (int i = 0; i < plan->num_slices && !runs_alone; i++) kvedge_slice_collect(a, i, i, 0, w);
+  if (joined && was_last(&joined->num_left))
+    kvedge_merge_parts(&joined->merged, joined->requests, joined->num_requests);
 }

@@ -288,6 +288,66 @@ static void check_any_call(void) {
   end();
 }
 
+/* Moves the options of a call behind its first tokens. */
+static void move_options(kvedge_attention_options *o, int64_t tokens) {
+  if (o->mask) o->mask += tokens * o->mask_strides[2];
+  if (o->bias) o->bias += tokens * o->bias_strides[2];
+  if (o->half_bias) o->half_bias += tokens * o->bias_strides[2];
+}
+
+/* The last tokens of a call in another one that joins it, copied to rows that lie side by side. */
+static void check_joined(void) {
+  begin("calls that join");
+  for (int i = 0; i < (is_short() ? 12 : 100); i++) {
+    tried t;
+    new_tried(&t, ONE_OF(1, 1, 2, 5, 40), 2 + random_below(MOST_CELLS - 1));
+    if (t.len < 2) {
+      free_tried(&t);
+      continue;
+    }
+    const int64_t first = 1 + random_below((int)t.len - 1);
+    kvedge_attention_call calls[2] = {t.call, t.call};
+    kvedge_rows_cache caches[2] = {*t.call.rows, *t.call.rows};
+    kvedge_rows_segment segments[MOST_SEGMENTS], last = {.num_tokens = t.len - first};
+    kvedge_attention_options behind = t.options;
+    block copies[2];
+    kvedge_rows *rows[2] = {&caches[1].keys, &caches[1].values};
+    for (int s = 0; s < 2; s++) {
+      const int64_t gap = t.sides[s].rows.dim * (t.sides[s].rows.format == KVEDGE_FLOAT32 ? 4 : 2);
+      const int heads = caches[0].num_kv_heads, is_q8_0 = t.sides[s].rows.format == KVEDGE_Q8_0;
+      rows[s]->head_stride = is_q8_0 ? t.sides[s].rows.dim / 32 * 34 : gap;
+      rows[s]->token_stride = rows[s]->head_stride * heads;
+      copies[s] = new_block((size_t)(rows[s]->token_stride * last.num_tokens));
+      for (int64_t token = first; token < t.len; token++)
+        for (int head = 0; head < heads; head++)
+          memcpy((char *)copies[s].data + (token - first) * rows[s]->token_stride + head * rows[s]->head_stride,
+                 row_at(&t.sides[s], cell_of(&t, token), head), (size_t)rows[s]->head_stride);
+    }
+    last.keys = copies[0].data, last.values = copies[1].data;
+    int64_t left = first;
+    calls[0].rows = &caches[0], calls[1].rows = &caches[1];
+    caches[0].segments = segments, caches[0].num_segments = 0, caches[0].num_behind = last.num_tokens;
+    for (int j = 0; left > 0; left -= segments[j++].num_tokens) {
+      segments[j] = t.segments[j];
+      if (segments[j].num_tokens > left) segments[j].num_tokens = left;
+      caches[0].num_segments++;
+    }
+    move_options(&behind, first);
+    caches[1].segments = &last, caches[1].num_segments = 1, calls[1].options = &behind, calls[1].joins = 1;
+    calls[1].query = calls[1].out = (kvedge_array){NULL, KVEDGE_TYPE_FLOAT32, 0, 0}; /* not looked at */
+    if (run(calls, 2, 1) != KVEDGE_OK) fail("refused");
+    is_right(&t), calls[0].out.data = t.out_again.data;
+    if (run(calls, 2, 3) != KVEDGE_OK) fail("refused with three threads");
+    if (memcmp(t.out.data, t.out_again.data, t.out.size)) fail("threads change the result");
+    calls[1].num_rows++;
+    CHECK(run(calls, 2, 1) == KVEDGE_ERROR_ARGUMENT);     /* other rows */
+    CHECK(run(calls + 1, 1, 1) == KVEDGE_ERROR_ARGUMENT); /* joins nothing */
+    free_block(&copies[0]), free_block(&copies[1]), free_tried(&t);
+    end_case();
+  }
+  end();
+}
+
 /* Rows of any finite magnitude, of which nothing is known; and beside them what a bias hides. */
 static void check_magnitudes(void) {
   begin("magnitudes that nobody told");
@@ -401,6 +461,7 @@ int main(void) {
     kvedge_select_isa(kvedge_isa_compiled(i), NULL);
     printf("-- %s\n", kvedge_isa_name());
     check_any_call();
+    check_joined();
     check_magnitudes();
     check_refused();
   }
