@@ -583,27 +583,13 @@ typedef struct kvedge_rows_cache {
   int num_segments; /* 1 or more */
 } kvedge_rows_cache;
 
-/* ---- Paged: sequences in the blocks of a pool ------------------------------------------------ */
-
-/* A pool of blocks is a layer of capacity num_blocks * block_size: block b holds the tokens of
- * positions b * block_size to (b + 1) * block_size - 1, written with kvedge_layer_write. The
- * layer's own len is not used: kvedge_quiesce before a block that calls have read is written again. Of a format of runs block_size is a multiple of 32; a sequence's
- * last tokens, until a run is full, then lie elsewhere: kvedge_part. What a sequence is, is the
- * caller's business: */
-typedef struct {
-  const int32_t *blocks; /* [ceil(len / block_size)], the blocks of its tokens in order */
-  int64_t len;           /* tokens */
-  const float *query;    /* [num_rows][num_heads][head_dim], of its last num_rows tokens */
-  int64_t num_rows;
-  float *out, *lse; /* as in kvedge_attend */
-  int64_t start;    /* the first token that is seen, 0 to len; not besides a mask, a bias or a start of the options */
-} kvedge_sequence;
-
-/* kvedge_attend for every sequence, the work of all shared out over the threads in one go. Masks and
- * biases only for one sequence alone. Nothing is written unless all arguments are good. */
-kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
-                                  int num_sequences, int num_heads, const kvedge_attention_options *options,
-                                  int num_threads);
+/* ---- Paged: sequences in the blocks of a pool ------------------------------------------------
+ *
+ * A pool of blocks is a layer of capacity num_blocks * block_size: block b holds the tokens of positions b * block_size to
+ * (b + 1) * block_size - 1, written with kvedge_layer_write. The layer's own len is not used: kvedge_quiesce before a block that
+ * calls have read is written again. What a sequence is, is the caller's business: attention to it is a kvedge_attention_call with
+ * one kvedge_part, whose `blocks` they are. Of a format of runs block_size is a multiple of 32; a sequence's last tokens, until a
+ * run is full, then are another part. */
 
 /* ---- States ------------------------------------------------------------------------------- */
 

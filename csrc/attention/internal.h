@@ -2,7 +2,7 @@
  *
  *   attention.c a call checked, its slices collected, its logits; rows that need factors of their own
  *   slices.c    the slices of kvedge.h, for threads of the caller's
- *   call.c      calls on threads of our own: kvedge_attend, several layers, sequences in the blocks of a pool
+ *   call.c      calls on threads of our own: kvedge_attend, several layers and parts of them
  *   parts.c     calls whose tokens lie in several layers; their results merged
  *   rows.c      keys and values in memory of others
  *   view.c      what attention sees of a cache, and which tokens query rows attend to

@@ -446,11 +446,15 @@ static void paged(arena *a) {
   write_blocks(pool, tables[1], PROMPT, keys, values, 1);
   float query[HEADS * DIM], outs[2][HEADS * DIM], expected[HEADS * DIM];
   fill(query, HEADS * DIM, &state);
-  kvedge_sequence sequences[2] = {
-      {.blocks = tables[0], .len = PROMPT + 1, .query = query, .num_rows = 1, .out = outs[0]},
-      {.blocks = tables[1], .len = PROMPT + 1, .query = query, .num_rows = 1, .out = outs[1]}
-  };
-  OK(kvedge_attend_batch(pool, BLOCK, sequences, 2, HEADS, NULL, 2));
+  kvedge_part parts[2];
+  kvedge_attention_call calls[2];
+  for (int i = 0; i < 2; i++) {
+    parts[i] = (kvedge_part){.layer = pool, .num_tokens = PROMPT + 1, .blocks = tables[i], .block_size = BLOCK};
+    calls[i] = call_on(NULL, query, NULL, outs[i], NULL);
+    calls[i].out = calls[i].query, calls[i].out.data = outs[i]; /* values are as wide as keys */
+    calls[i].parts = &parts[i], calls[i].num_parts = 1;
+  }
+  OK(kvedge_attend_layers(calls, 2, 2));
   kvedge_layer *flat;
   OK(kvedge_layer_create(&config, NULL, &flat));
   for (int i = 0; i < 2; i++) {

@@ -1,6 +1,7 @@
 /* Runs of tokens (KVEDGE_KIVI2, 4, 8), beside runs or rows: attention over them is that over the decoded tokens, whatever
  * part of a run a call begins or ends with; and what is refused. */
 #include "check.h"
+#include "layer_calls.h"
 #include "kvedge.h"
 #include "system/measuring.h"
 
@@ -31,32 +32,24 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
   for (int i = 0; i < seen; i += 32)
     CHECK(kvedge_layer_write(pool, (int64_t)table[1 + i / size] * size + i % size, keys + i * key, values + i * value,
                              32) == KVEDGE_OK);
-  const int dim = given->head_dim, value_dim = given->value_head_dim;
-  const size_t outs = (size_t)(rows * num_heads * value_dim);
+  const size_t outs = (size_t)(rows * num_heads * given->value_head_dim);
   float *out = malloc(outs * sizeof *out);
-  kvedge_sequence sequence = {.blocks = table + 1, .len = seen, .query = query, .num_rows = rows, .out = out};
-  const kvedge_part part = {
+  kvedge_part part = {
       .layer = pool, .first_row = size + first, .num_tokens = seen - first, .blocks = table, .block_size = size};
-  const kvedge_attention_call call = {
-      .parts = &part,
-      .num_parts = 1,
-      .num_rows = rows,
-      .num_heads = num_heads,
-      .query = {(void *)(uintptr_t)query, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4,       dim * 4      },
-      .out = {out,                      KVEDGE_TYPE_FLOAT32, num_heads * value_dim * 4, value_dim * 4},
-      .options = o
-  };
+  const kvedge_attention_call call = call_on_part(&part, query, rows, num_heads, o, out, NULL);
   float largest = 0.0f;
   for (size_t i = 0; i < outs; i++) largest = fmaxf(largest, fabsf(expected[i]));
   for (int i = 0; i < 4; i += first ? 2 : 1) {
     memset(out, -1, outs * sizeof *out);
-    if (i % 2) CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, i) == KVEDGE_OK);
-    else CHECK(kvedge_attend_layers(&call, 1, i + 1) == KVEDGE_OK);
+    part.first_row = size + first, part.blocks = table;
+    if (i % 2) part.first_row = 0, part.blocks = table + 1;
+    CHECK(kvedge_attend_layers(&call, 1, 1 + i / 2) == KVEDGE_OK);
     for (size_t j = 0; j < outs; j++)
       if (!(fabsf(out[j] - expected[j]) <= 2e-4f * largest)) fail("in blocks %.9g, not %.9g", out[j], expected[j]);
     end_case();
   }
-  CHECK(kvedge_attend_batch(pool, 16, &sequence, 1, num_heads, o, 1) == KVEDGE_ERROR_ARGUMENT);
+  part.block_size = 16;
+  CHECK(kvedge_attend_layers(&call, 1, 1) == KVEDGE_ERROR_ARGUMENT);
   kvedge_layer_destroy(pool);
   free(out);
 }
