@@ -468,11 +468,8 @@ typedef struct {
       start; /* the first token that is seen, 0 to len: the padding before it is neither read nor paid for. Positions
                   * and causality stay as they are; sink_tokens count from it. A row that sees nothing, as one before
                   * it, gives out = 0 and lse = -INFINITY (but for sink_logits). */
-  int64_t first_row; /* with num_tokens, where another thread also drops tokens: the row of token 0, as
+  int64_t first_row;         /* with num_tokens, where another thread also drops tokens: the row of token 0, as
                       * kvedge_layer_range told it together with the length; -1: that of the layer when the call begins */
-  float tolerance;   /* 0 <= tolerance < 1: the share of the softmax mass that each row of each head may lose. Blocks of
-                      * 16 values that hold no more are not read: the error is at most tolerance * the largest |value|,
-                      * and lse counts them. 0: all are read */
   const uint16_t *half_bias; /* a bias in float16, found by bias_strides, where `bias` is NULL */
   const float *bias_factors; /* [num_heads], positive and finite: what a head's bias, of either type, is multiplied by,
                               * such as ALiBi's slopes; NULL: 1 */
@@ -603,7 +600,7 @@ typedef struct {
   int num_segments;        /* 1 or more */
   int64_t num_rows;        /* 1 or more */
   kvedge_array query, out; /* (num_rows, num_heads, dim of keys, of values); out overlaps nothing that is read */
-  const kvedge_attention_options *options; /* NULL: defaults; num_tokens, start and tolerance are 0 */
+  const kvedge_attention_options *options; /* NULL: defaults; num_tokens and start are 0 */
 } kvedge_rows_call;
 
 typedef struct kvedge_rows_attention kvedge_rows_attention;

@@ -82,7 +82,7 @@ static int view_of_call(const kvedge_rows_call *call, kvedge_cache_view *view) {
   if (call->num_heads % call->num_kv_heads) return 0;
   if (call->num_rows < 1 || call->num_rows > KVEDGE_MOST_TOKENS || call->num_segments < 1 || !call->segments) return 0;
   const kvedge_attention_options *o = call->options;
-  if (o && (o->num_tokens || o->start || o->tolerance != 0.0f)) return 0;
+  if (o && (o->num_tokens || o->start)) return 0;
   const kvedge_rows *rows[SIDES] = {&call->keys, &call->values};
   for (int s = 0; s < SIDES; s++)
     if (!side_of_rows(rows[s], call->num_kv_heads, &view->side[s], &apart, &view->bounds_unknown)) return 0;

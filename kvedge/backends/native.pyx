@@ -33,7 +33,6 @@ cdef enum:
 # ---- the library --------------------------------------------------------------------------------
 
 cdef extern from "system/measuring.h" nogil:
-    void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped)
     double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats)
     double kvedge_product_rate(int num_threads, size_t products, int repeats)
 
@@ -111,12 +110,6 @@ def isa_available():
 def set_num_threads(int num_threads):
     """Set how many threads a call uses by default; kvedge.set_num_threads checks the number."""
     kvedge_set_num_threads(num_threads)
-
-
-def tolerance_counts():
-    cdef int64_t seen, dropped
-    kvedge_tolerance_counts(&seen, &dropped)
-    return seen, dropped
 
 
 def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
@@ -1041,10 +1034,6 @@ cdef bint _fill_plain(
             if value < 1:
                 return False
             c.window = value if value < length else 0  # else it hides nothing, which is none
-        elif name == "tolerance" and type(value) is float:
-            if not 0 <= nearest_float(value) < 1:
-                return False
-            c.tolerance = nearest_float(value)
         elif value is not _DEFAULTS.get(name, options):
             if name != "return_lse" or value is not True or not with_lse:
                 return False
@@ -1062,7 +1051,6 @@ cdef _fill(kvedge_attention_options *c, options):
     c.softcap = nearest_float(options.softcap)
     c.start = options.start
     c.precision_bits = options.precision_bits
-    c.tolerance = nearest_float(options.tolerance)
     if options.sink_logits is not None:
         c.sink_logits = _floats(options.sink_logits)
     if options.alibi_slopes is not None:
