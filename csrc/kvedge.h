@@ -460,11 +460,8 @@ typedef struct {
       start; /* the first token that is seen, 0 to len: the padding before it is neither read nor paid for. Positions
                   * and causality stay as they are; sink_tokens count from it. A row that sees nothing, as one before
                   * it, gives out = 0 and lse = -INFINITY (but for sink_logits). */
-  int64_t first_row; /* with num_tokens, where another thread also drops tokens: the row of token 0, as
+  int64_t first_row;         /* with num_tokens, where another thread also drops tokens: the row of token 0, as
                       * kvedge_layer_range told it together with the length; -1: that of the layer when the call begins */
-  float tolerance;   /* 0 <= tolerance < 1: the share of the softmax mass that each row of each head may lose. Blocks of
-                      * 16 values that hold no more are not read: the error is at most tolerance * the largest |value|,
-                      * and lse counts them. 0: all are read */
   const uint16_t *half_bias; /* a bias in float16, found by bias_strides, where `bias` is NULL */
   const float *bias_factors; /* [num_heads], positive and finite: what a head's bias, of either type, is multiplied by,
                               * such as ALiBi's slopes; NULL: 1 */
@@ -574,8 +571,8 @@ typedef struct {
 } kvedge_rows_segment;
 
 /* Tokens count over the segments: token 0 is the first of the first one, and the query rows of a call are those of the last
- * num_rows tokens. So cells that a mask hides from all rows are best left out of the segments. Of the options, num_tokens,
- * start and tolerance are 0. */
+ * num_rows tokens. So cells that a mask hides from all rows are best left out of the segments. Of the options, num_tokens and
+ * start are 0. */
 typedef struct kvedge_rows_cache {
   kvedge_rows keys, values;
   int num_kv_heads;

@@ -109,7 +109,6 @@ cdef extern from "kvedge.h" nogil:
         int64_t num_tokens
         int64_t start
         int64_t first_row
-        float tolerance
         const uint16_t *half_bias
         const float *bias_factors
 

@@ -3,7 +3,6 @@
 #include "check.h"
 #include "layer_calls.h"
 #include "kvedge.h"
-#include "system/measuring.h"
 
 #define ONE_OF(...) (int[]){__VA_ARGS__}[random_below(sizeof((int[]){__VA_ARGS__}) / sizeof(int))]
 
@@ -122,43 +121,6 @@ static void attend_case(void) {
   free(keys_given), free(values_given), free(scale);
 }
 
-/* What a tolerance leaves out of runs that are read from within one: a prompt, and a token. */
-static void tolerance_case(void) {
-  enum { LEN = 640, HEADS = 4, DIM = 64, MOST_ROWS = 16 };
-  const int rows = ONE_OF(1, MOST_ROWS), first = random_below(32);
-  const kvedge_layer_config config = {
-      .format = ONE_OF(KVEDGE_KIVI4, KVEDGE_KIVI8), .capacity = LEN, .num_kv_heads = 1, .head_dim = DIM};
-  kvedge_layer *layer;
-  float *keys = random_floats(LEN * DIM, 1.0f), *values = random_floats(LEN * DIM, 1.0f);
-  float *query = random_floats((size_t)(rows * HEADS * DIM), 20.0f);
-  for (int i = DIM; i < rows * HEADS * DIM; i++) query[i] = query[i % DIM]; /* all wait for the same few tokens */
-  float out[MOST_ROWS * HEADS * DIM], expected[MOST_ROWS * HEADS * DIM], largest = 0.0f;
-  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
-  CHECK(kvedge_layer_append(layer, keys, values, LEN) == KVEDGE_OK);
-  kvedge_attention_options o;
-  kvedge_attention_defaults(&o);
-  o.first_row = first, o.num_tokens = LEN - first;
-  CHECK(kvedge_attend(layer, query, rows, HEADS, &o, 1, expected, NULL) == KVEDGE_OK);
-  o.tolerance = 0.01f;
-  CHECK(kvedge_attend(layer, query, rows, HEADS, &o, 1, out, NULL) == KVEDGE_OK);
-  for (int i = 0; i < LEN * DIM; i++) largest = fmaxf(largest, fabsf(values[i]));
-  for (int i = 0; i < rows * HEADS * DIM; i++)
-    if (!(fabsf(out[i] - expected[i]) <= (o.tolerance + 2e-4f) * largest)) fail("%.9g, not %.9g", out[i], expected[i]);
-  end_case();
-  kvedge_layer_destroy(layer);
-  free(keys), free(values), free(query);
-}
-
-static void test_tolerance(void) {
-  int64_t seen, dropped, none;
-  begin("runs that a tolerance leaves out");
-  kvedge_tolerance_counts(&seen, &none);
-  for (int i = 0; i < 40; i++) tolerance_case();
-  kvedge_tolerance_counts(&seen, &dropped);
-  CHECK(dropped > none);
-  end();
-}
-
 static void test_attention(void) {
   begin("attention over runs");
   const int count = getenv("KVEDGE_TEST_SHORT") ? 40 : 200;
@@ -209,7 +171,6 @@ static void test_refused(int values_format) {
 
 int main(void) {
   test_attention();
-  test_tolerance();
   test_refused(0);
   test_refused(KVEDGE_VALUES(KVEDGE_INT8));
   return report();

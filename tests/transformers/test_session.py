@@ -13,6 +13,7 @@ from tiny_models import KvedgeCache, prompt, tiny_model, torch
 
 import kvedge
 from kvedge.errors import CorruptFileError
+from kvedge.transformers import session
 
 KINDS = {
     "llama": {},
@@ -265,6 +266,18 @@ def test_a_killed_save_leaves_the_old_conversation_whole(tmp_path):
     cache.save(tmp_path, out)
     names = sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
     assert names == ["conversation.json", "rows", "rows"]  # nothing of the killed ones is left
+
+
+def test_a_conversation_saved_with_a_tolerance_opens_without(tmp_path, monkeypatch):
+    """Version 0.2 had that option of attention, and saved it."""
+    model = tiny_model("llama")
+    cache = KvedgeCache(model.config)
+    out = generate(model, cache, prompt(1, 20)["input_ids"])
+    saved_options = session._saved_options
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "_saved_options", lambda of: {**saved_options(of), "tolerance": 0.1})
+        cache.save(tmp_path, out)
+    assert_same_bytes(KvedgeCache.load(tmp_path, model.config), cache)
 
 
 @pytest.mark.parametrize("step", ["write", "rename"])
