@@ -24,7 +24,6 @@ from session_support import (
     filled_cache,
     forge,
     put,
-    replaced,
     run,
     small_file,
 )
@@ -253,20 +252,20 @@ def test_every_byte_of_a_file_counts(path, mmap):
     KVCache.load(path, mmap=mmap)
 
 
-def test_random_damage_is_found(path, rng):
+def test_random_damage_is_found(path, rng, refused):
     data = small_file(path)
     for _ in range(200):
         damaged = bytearray(data)
         for position in rng.integers(0, len(data), rng.integers(1, 9)):
             damaged[position] = rng.integers(256)
         if damaged != data:
-            assert_corrupt(path, bytes(damaged))
+            refused(path, bytes(damaged))
 
 
-def test_more_bytes_at_the_end_are_corrupt(path, mmap):
+def test_more_bytes_at_the_end_are_corrupt(path, refused):
     data = small_file(path)
     for more in (b"\0", b"\0" * 64, data):
-        assert_corrupt(path, data + more, mmap=mmap)
+        refused(path, data + more)
 
 
 def header(value, body=b"", size=None):
@@ -315,8 +314,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_foreign_files_are_refused(path, kind, mmap):
-    assert_corrupt(path, FOREIGN[kind], mmap=mmap)
+def test_foreign_files_are_refused(path, kind, refused):
+    refused(path, FOREIGN[kind])
 
 
 CHANGES = {  # of a header, to what is no JSON or describes no tensors
@@ -351,17 +350,20 @@ CHANGES = {  # of a header, to what is no JSON or describes no tensors
     "control character": (b"user.note", b"user.\n"),
     "half of a surrogate pair": (b"user.note", b"user.\\ud800"),
     "not UTF-8": (b"user.note", b"user.\xc3"),
+    "longer UTF-8 than it need be": (b"user.note", b"user.\xc0\x80"),
+    "half of a pair in UTF-8": (b"user.note", b"user.\xed\xa0\x80"),
+    "unknown escape": (b"user.note", b"user.\\x"),
     "metadata of numbers": (b'"x"', b"1"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_headers_that_the_safetensors_package_refuses_are_refused(path, change):
+def test_headers_that_the_safetensors_package_refuses_are_refused(path, change, refused):
     data = small_file(path)
     size = 8 + int.from_bytes(data[:8], "little")
     before, old, after = data[8:size].rpartition(CHANGES[change][0])
     assert old
-    assert_corrupt(path, header(before + CHANGES[change][1] + after, data[size:]))
+    refused(path, header(before + CHANGES[change][1] + after, data[size:]))
     safetensors = pytest.importorskip("safetensors")
     with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, "np"):
         pass
@@ -385,113 +387,20 @@ def test_a_forged_file_without_a_change_loads(path, rng):
     assert cache_content(KVCache.load(path)) == cache_content(cache)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("format", "pt"),
-        ("format", None),
-        ("format_version", "2"),
-        ("format_version", None),
-        ("num_layers", "3"),
-        ("num_layers", "1"),
-        ("num_layers", "0"),
-        ("num_layers", "1000000000000000000"),
-        ("num_layers", "9" * 5000),
-        ("num_layers", None),
-        ("num_kv_heads", "0"),
-        ("num_kv_heads", "80"),
-        ("head_dim", "1e3"),
-        ("head_dim", "-40"),
-        ("head_dim", "٤٠"),
-        ("head_dim", ""),
-        ("dtype", "float32"),
-        ("dtype", "int5"),
-        ("group_size", "0"),
-        ("group_size", "20"),
-        ("group_size", ""),
-        ("scale_dtype", "float16"),
-        ("scale_dtype", ""),
-        ("length", "8"),
-        ("length", "1099511627776"),
-        ("length", "10.0"),
-        ("max_seq_len", "8"),
-        ("max_seq_len", "0"),
-        ("max_seq_len", "many"),
-        ("key_offset", "yes"),
-        ("key_scale", ""),
-        ("key_scale", "yes"),
-        ("sha256", None),
-    ],
-)
-def test_metadata_that_does_not_fit_is_corrupt(path, rng, field, value, mmap):
-    filled_cache(rng).save(path)
-    if field == "sha256":
-        data = path.read_bytes()
-        path.write_bytes(data.replace(b'"sha256"', b'"sha255"'))
-    else:
-        forge(path, **{field: value})
-    assert_corrupt(path, mmap=mmap)
-
-
-def rename(tensors):
-    tensors["layers.7.key_codes"] = tensors.pop("layers.0.key_codes")
-
-
-TENSOR_DAMAGE = {
-    "code of -128": put("layers.1.value_codes", (3, 1, 5), -128),
-    "negative scale": put("layers.0.key_scales", (0, 0, 0), -1e-3),
-    "NaN scale": put("layers.0.value_scales", (8, 1, 0), np.nan),
-    "infinite scale": put("layers.1.key_scales", (4, 1, 0), np.inf),
-    "missing": lambda tensors: tensors.pop("layers.1.key_codes"),
-    "extra": lambda tensors: tensors.update(more=np.zeros(3, np.float32)),
-    "renamed": rename,
-    "offset of a layer that is not there": lambda tensors: tensors.update(
-        {"layers.9.key_offset": np.zeros((HEADS, DIM), np.float32)}
-    ),
-    "offset of another shape": lambda tensors: tensors.update(
-        {"layers.0.key_offset": np.zeros((HEADS, DIM + 1), np.float32)}
-    ),
-    "NaN offset": lambda tensors: tensors.update(
-        {"layers.0.key_offset": np.full((HEADS, DIM), np.nan, np.float32)}
-    ),
-    "key scale of 0": lambda tensors: tensors.update(
-        {"layers.0.key_scale": np.zeros((HEADS, DIM), np.float32)}
-    ),
-    "key scale that leads beyond float32": lambda tensors: tensors.update(
-        {"layers.0.key_scale": np.full((HEADS, DIM), 3e38, np.float32)}
-    ),
-    "key scale of another shape": lambda tensors: tensors.update(
-        {"layers.0.key_scale": np.ones((HEADS + 1, DIM), np.float32)}
-    ),
-    "float64": replaced("layers.0.key_scales", lambda x: x.astype(np.float64)),
-    "uint8": replaced("layers.0.key_codes", lambda x: x.view(np.uint8)),
-    "float16": replaced("layers.0.key_scales", lambda x: x.astype(np.float16)),
-    "fewer tokens": replaced("layers.1.value_codes", lambda x: x[:-1].copy()),
-    "flat": replaced("layers.1.value_codes", lambda x: x.reshape(TOKENS, -1)),
-}
-
-
-@pytest.mark.parametrize("damage", TENSOR_DAMAGE)
-def test_tensors_that_quantization_cannot_have_made_are_corrupt(path, rng, damage, mmap):
-    filled_cache(rng).save(path)
-    forge(path, TENSOR_DAMAGE[damage])
-    assert_corrupt(path, mmap=mmap)
-
-
-def test_float32_rows_must_be_finite(path, rng, mmap):
+def test_float32_rows_must_be_finite(path, rng, refused):
     filled_cache(rng, dtype="float32").save(path)
     forge(path, put("layers.1.key_codes", (2, 1, 3), np.inf))
-    assert_corrupt(path, match="finite", mmap=mmap)
+    refused(path, match="finite")
 
 
-def test_a_float32_cache_has_no_key_offset(path, rng):
+def test_a_float32_cache_has_no_key_offset(path, rng, refused):
     filled_cache(rng, dtype="float32").save(path)
     offset = {"layers.0.key_offset": np.zeros((HEADS, DIM), np.float32)}
     forge(path, lambda tensors: tensors.update(offset))
-    assert_corrupt(path, match="key_offset")
+    refused(path, match="key_offset")
     filled_cache(rng, dtype="float32").save(path)
     forge(path, key_scale="auto")
-    assert_corrupt(path, match="key_scale")
+    refused(path, match="key_scale")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
