@@ -18,7 +18,7 @@ from kvedge.errors import (
     NonFiniteInputError,
     ShapeMismatchError,
 )
-from kvedge.transformers import accelerate, cache_argument, enable_drafts
+from kvedge.transformers import accelerate, cache_argument
 from kvedge.transformers.steps import STEPS, Unserved
 
 DynamicCache = transformers.DynamicCache
@@ -86,22 +86,6 @@ def test_kvedge_s_functions_are_those_that_run(name):
         written(model, prompt(1))
     finally:
         torchs.update(before)
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_other_names_of_a_layer_s_module_are_looked_up_when_it_runs(name, monkeypatch):
-    model, _, _ = structure_of(name)
-    acceleration = accelerate(model)
-    module = dict(model.named_modules())[acceleration.replaced[0].name]
-    called = []
-    plain = __import__(type(module).__module__, fromlist=["_"]).apply_mask_to_padding_states
-    monkeypatch.setattr(
-        f"{type(module).__module__}.apply_mask_to_padding_states",
-        lambda *args: called.append(1) or plain(*args),
-    )
-    with torch.no_grad():
-        model(**prompt(1))
-    assert called
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -226,18 +210,6 @@ def test_beams_and_drafts_write_the_same_text(name, options):
     wanted, _ = written(model, inputs, **options)
     accelerate(model)
     assert written(model, inputs, **options)[0] == wanted
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_drafts_on_a_kvedge_cache_write_the_same_text(name):
-    model, _, _ = structure_of(name)
-    model.set_attn_implementation("kvedge")
-    inputs = {k: torch.cat([t, t], 1) for k, t in prompt(1, 12).items()}
-    wanted, _ = written(model, inputs)
-    accelerate(model)
-    enable_drafts(model)
-    cache = {cache_argument(model): KvedgeCache(model.config, dtype="float32")}
-    assert written(model, inputs, **DRAFTS, **cache)[0] == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
