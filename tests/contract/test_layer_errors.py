@@ -270,14 +270,6 @@ def test_nan_and_infinity_are_refused_wherever_they_stand(layer_class, bad, whic
             layer.extend(batch["keys"], batch["values"])
 
 
-def test_half_precision_infinity_is_refused(layer, rng):
-    one = normal(rng, H, D).astype(np.float16)
-    bad = one.copy()
-    bad[1, 2] = np.inf
-    with refuses(errors.NonFiniteInputError, layer, match="values"):
-        layer.push(one, bad)
-
-
 def test_a_key_that_overflows_when_centred_is_refused(rng):
     offset = np.full((H, D), -3e38, np.float32)
     layer = QuantizedKvLayer(4, H, D, key_offset=offset)

@@ -289,21 +289,6 @@ def test_arrays_of_other_kinds_are_taken(convert, layer_class, rng):
     np.testing.assert_array_equal(layer.attend(convert(query)), expected.attend(query))
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_half_precision_is_stored_as_its_float32_value(name, layer_class, rng):
-    half = np.float16 if name == "float16" else pytest.importorskip("ml_dtypes").bfloat16
-    keys, values = (normal(rng, 3, HEADS, 40).astype(half) for _ in range(2))
-    layer, expected = layer_class(4, HEADS, 40), layer_class(4, HEADS, 40)
-    layer.extend(keys, values)
-    layer.push(keys[1], values[1])
-    expected.extend(keys.astype(np.float32), values.astype(np.float32))
-    expected.push(keys[1].astype(np.float32), values[1].astype(np.float32))
-    np.testing.assert_array_equal(layer.keys(), expected.keys())
-    np.testing.assert_array_equal(layer.value_codes, expected.value_codes)
-    query = normal(rng, HEADS, 40).astype(half)
-    np.testing.assert_array_equal(layer.attend(query), layer.attend(query.astype(np.float32)))
-
-
 def test_the_arrays_given_are_not_changed_nor_kept(layer_class, rng):
     keys, values = normal(rng, 2, 3, HEADS, 8)
     before = keys.copy(), values.copy()
