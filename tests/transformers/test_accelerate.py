@@ -18,7 +18,7 @@ from kvedge.errors import (
     NonFiniteInputError,
     ShapeMismatchError,
 )
-from kvedge.transformers import accelerate, cache_argument
+from kvedge.transformers import accelerate, cache_argument, enable_drafts
 from kvedge.transformers.steps import STEPS, Unserved
 
 DynamicCache = transformers.DynamicCache
@@ -56,6 +56,7 @@ def assert_close(got, wanted, tolerance=1e-4):
     assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_text_is_that_of_torch(name, padding):
@@ -212,6 +213,19 @@ def test_beams_and_drafts_write_the_same_text(name, options):
     assert written(model, inputs, **options)[0] == wanted
 
 
+@pytest.mark.parametrize("name", EACH)
+def test_drafts_on_a_kvedge_cache_write_the_same_text(name):
+    model, _, _ = structure_of(name)
+    model.set_attn_implementation("kvedge")
+    inputs = {k: torch.cat([t, t], 1) for k, t in prompt(1, 12).items()}
+    wanted, _ = written(model, inputs)
+    accelerate(model)
+    enable_drafts(model)
+    cache = {cache_argument(model): KvedgeCache(model.config, dtype="float32")}
+    assert written(model, inputs, **DRAFTS, **cache)[0] == wanted
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_in_sixteen_bits_run_with_results_near_float32_s(name, dtype):

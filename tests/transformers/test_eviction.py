@@ -70,6 +70,7 @@ def test_sinks_and_recent_are_what_a_mask_shows_that_hides_the_others(family, pa
     assert difference.abs().max() < 2e-3 * wanted.abs().max()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "options",
