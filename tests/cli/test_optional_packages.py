@@ -171,7 +171,7 @@ from kvedge.core import packages
 
 few = ("torch", "llama_cpp", "rich")
 packages.PACKAGES = {name: packages.PACKAGES[name] for name in few}
-info.EXTRAS = {name: tuple(set(few) & set(each)) for name, each in info.EXTRAS.items()}
+info.EXTRAS = {name: tuple(set(few) & set(names)) for name, names in info.EXTRAS.items()}
 doctor._on_path, doctor.run_checks = lambda path: [], list
 sys.exit(main(sys.argv[1:]))
 """

@@ -429,13 +429,6 @@ def test_paths_may_be_str_bytes_or_path(tmp_path, rng):
         assert cache_content(KVCache.load(name)) == cache_content(cache)
 
 
-def test_a_name_without_a_folder_is_the_current_one(tmp_path, rng, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    cache = filled_cache(rng)
-    cache.save("here")
-    assert cache_content(KVCache.load("here")) == cache_content(cache)
-
-
 @pytest.mark.parametrize(
     "bad", [{1: "a"}, {"a": 1}, {"a": None}, [("a", "b")], "ab", {"a": "\ud800"}]
 )
@@ -492,12 +485,3 @@ def test_a_new_file_has_usual_permissions_and_an_old_one_keeps_its(path, rng):
     path.chmod(0o600)
     cache.save(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-@pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")
-def test_a_link_stays_a_link(path, tmp_path, rng):
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    cache = filled_cache(rng)
-    cache.save(link)
-    assert link.is_symlink() and cache_content(KVCache.load(path)) == cache_content(cache)
