@@ -49,7 +49,7 @@ CACHE = "contract/test_cache.py contract/test_cache_snapshots.py contract/test_c
 LAYER = "contract/test_layer_errors.py contract/test_layer_editing.py"
 PARTS = "contract/test_parts.py contract/test_recent.py contract/test_runs.py"
 FILES = "session/test_session.py session/test_session_forged.py session/test_session_c.py"
-C_FILES = "session/test_session_c.py c/test_session"
+C_FILES = "session/test_session_forged.py session/test_session.py c/test_session"
 KINDS = "contract/test_kinds.py"
 
 MUTATIONS = [
