@@ -141,7 +141,7 @@ class OptionalBuildExt(build_ext):
         small = {s for s in sources if "/session/" in s}
         for name in ("store/ranges", "store/edit", "formats/grids", "system/"):
             small |= {s for s in sources if name in s}
-        for name in ("attention.c", "call", "parts", "rows", "skip", "slices"):
+        for name in ("attention.c", "call", "parts", "rows", "slices"):
             small |= {s for s in sources if f"/attention/{name}" in s}
         jobs = {s: library if s in fast else library | rest for s in sources}
         jobs |= dict.fromkeys(small, library | least)

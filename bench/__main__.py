@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from bench import distributed, paged, push, skip, state
+from bench import distributed, paged, push, state
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.cli import main
 
-PROGRAMS: tuple[Any, ...] = (push, paged, skip, state, distributed)
+PROGRAMS: tuple[Any, ...] = (push, paged, state, distributed)
 
 if __name__ == "__main__":
     BENCHMARKS.extend(PROGRAMS)

@@ -460,11 +460,8 @@ typedef struct {
       start; /* the first token that is seen, 0 to len: the padding before it is neither read nor paid for. Positions
                   * and causality stay as they are; sink_tokens count from it. A row that sees nothing, as one before
                   * it, gives out = 0 and lse = -INFINITY (but for sink_logits). */
-  int64_t first_row; /* with num_tokens, where another thread also drops tokens: the row of token 0, as
+  int64_t first_row;         /* with num_tokens, where another thread also drops tokens: the row of token 0, as
                       * kvedge_layer_range told it together with the length; -1: that of the layer when the call begins */
-  float tolerance;   /* 0 <= tolerance < 1: the share of the softmax mass that each row of each head may lose. Blocks of
-                      * 16 values that hold no more are not read: the error is at most tolerance * the largest |value|,
-                      * and lse counts them. 0: all are read */
   const uint16_t *half_bias; /* a bias in float16, found by bias_strides, where `bias` is NULL */
   const float *bias_factors; /* [num_heads], positive and finite: what a head's bias, of either type, is multiplied by,
                               * such as ALiBi's slopes; NULL: 1 */
@@ -577,8 +574,8 @@ typedef struct {
 } kvedge_rows_segment;
 
 /* Tokens count over the segments: token 0 is the first of the first one, and the query rows of a call are those of the last
- * num_rows tokens. So cells that a mask hides from all rows are best left out of the segments. Of the options, num_tokens,
- * start and tolerance are 0. */
+ * num_rows tokens. So cells that a mask hides from all rows are best left out of the segments. Of the options, num_tokens and
+ * start are 0. */
 typedef struct kvedge_rows_cache {
   kvedge_rows keys, values;
   int num_kv_heads;
@@ -589,27 +586,13 @@ typedef struct kvedge_rows_cache {
                        * query rows are those of the last tokens of all */
 } kvedge_rows_cache;
 
-/* ---- Paged: sequences in the blocks of a pool ------------------------------------------------ */
-
-/* A pool of blocks is a layer of capacity num_blocks * block_size: block b holds the tokens of
- * positions b * block_size to (b + 1) * block_size - 1, written with kvedge_layer_write. The
- * layer's own len is not used: kvedge_quiesce before a block that calls have read is written again. Of a format of runs block_size is a multiple of 32; a sequence's
- * last tokens, until a run is full, then lie elsewhere: kvedge_part. What a sequence is, is the
- * caller's business: */
-typedef struct {
-  const int32_t *blocks; /* [ceil(len / block_size)], the blocks of its tokens in order */
-  int64_t len;           /* tokens */
-  const float *query;    /* [num_rows][num_heads][head_dim], of its last num_rows tokens */
-  int64_t num_rows;
-  float *out, *lse; /* as in kvedge_attend */
-  int64_t start;    /* the first token that is seen, 0 to len; not besides a mask, a bias or a start of the options */
-} kvedge_sequence;
-
-/* kvedge_attend for every sequence, the work of all shared out over the threads in one go. Masks and
- * biases only for one sequence alone. Nothing is written unless all arguments are good. */
-kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
-                                  int num_sequences, int num_heads, const kvedge_attention_options *options,
-                                  int num_threads);
+/* ---- Paged: sequences in the blocks of a pool ------------------------------------------------
+ *
+ * A pool of blocks is a layer of capacity num_blocks * block_size: block b holds the tokens of positions b * block_size to
+ * (b + 1) * block_size - 1, written with kvedge_layer_write. The layer's own len is not used: kvedge_quiesce before a block that
+ * calls have read is written again. What a sequence is, is the caller's business: attention to it is a kvedge_attention_call with
+ * one kvedge_part, whose `blocks` they are. Of a format of runs block_size is a multiple of 32; a sequence's last tokens, until a
+ * run is full, then are another part. */
 
 /* ---- States ------------------------------------------------------------------------------- */
 

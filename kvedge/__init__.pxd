@@ -109,7 +109,6 @@ cdef extern from "kvedge.h" nogil:
         int64_t num_tokens
         int64_t start
         int64_t first_row
-        float tolerance
         const uint16_t *half_bias
         const float *bias_factors
 
@@ -153,15 +152,6 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_part *parts
         int num_parts
         const kvedge_rows_cache *rows
-
-    ctypedef struct kvedge_sequence:
-        const int32_t *blocks
-        int64_t len
-        const float *query
-        int64_t num_rows
-        float *out
-        float *lse
-        int64_t start
 
     ctypedef struct kvedge_slices:
         pass
@@ -284,10 +274,6 @@ cdef extern from "kvedge.h" nogil:
         int num_threads, kvedge_slices **slices)
     int kvedge_slices_count(const kvedge_slices *slices)
     void kvedge_slices_run(kvedge_slices *slices, int slice, int next, int thread)
-
-    kvedge_status kvedge_attend_batch(
-        const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
-        int num_sequences, int num_heads, const kvedge_attention_options *options, int num_threads)
 
     ctypedef struct kvedge_delta_shape:
         int num_heads, num_key_heads, key_dim, value_dim, gate_dim, normalize

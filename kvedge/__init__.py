@@ -75,7 +75,6 @@ try:
         attend_batch,
         backend,
         isa_info,
-        tolerance_counts,
     )
 except KvedgeError as error:
     if not is_for_the_command():
@@ -164,7 +163,6 @@ __all__ = [
     "merge_attention",
     "quantize_rows",
     "set_num_threads",
-    "tolerance_counts",
 ]
 
 del TYPE_CHECKING, is_for_the_command, old_pickles, sys

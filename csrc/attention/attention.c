@@ -16,7 +16,6 @@ kvedge_status kvedge_request_check(const kvedge_request *r) {
     if (o->precision_bits != KVEDGE_PRECISION_AUTO &&
         (o->precision_bits % 8 || o->precision_bits < 0 || o->precision_bits > 24))
       return KVEDGE_ERROR_ARGUMENT;
-    if (!(o->tolerance >= 0.0f && o->tolerance < 1.0f)) return KVEDGE_ERROR_ARGUMENT;
     if (o->start < 0 || o->start > view->len) return KVEDGE_ERROR_ARGUMENT;
     for (int h = 0; o->bias_factors && h < r->num_heads; h++)
       if (!(o->bias_factors[h] > 0.0f) || isinf(o->bias_factors[h])) return KVEDGE_ERROR_ARGUMENT;
@@ -124,7 +123,6 @@ void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, int refit_in
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   const int heads = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
   kvedge_merge_slice(a, slice, slot);
-  kvedge_skip_count(a, slot);
   if (slice % a->chunks_per_block + 1 < a->chunks_per_block) return;
   const kvedge_queries q = kvedge_queries_of(a, block.index, slot);
   const kvedge_partial total = kvedge_partial_at(a, a->chunks_per_block > 1 ? a->num_slots : slot);

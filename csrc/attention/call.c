@@ -1,6 +1,5 @@
-/* Calls on threads of our own: on a layer, on several layers and parts of them, on sequences in
- * the blocks of a pool. Each becomes a request, or one for each part; requests are checked, then
- * planned and run together. */
+/* Calls on threads of our own: on a layer, on several layers and parts of them. Each becomes a
+ * request, or one for each part; requests are checked, then planned and run together. */
 #include <stdlib.h>
 
 #include "attention/parts.h"
@@ -293,50 +292,5 @@ kvedge_status kvedge_attend_layers(const kvedge_attention_call *calls, int num_c
   if (status == KVEDGE_OK) status = run_calls(calls, num_calls, counts, requests, n, num_threads);
   release_before(calls, num_calls, 0);
   if (requests != few) free(requests), free(options), free(segments), free(counts);
-  return status;
-}
-
-/* ---- Sequences in the blocks of a pool: calls with one part each ------------------------------ */
-
-typedef struct {
-  kvedge_part part;
-  kvedge_attention_options options;
-} sequence_part;
-
-/* The call of a sequence; 0: its arguments are not good. */
-static int call_of_sequence(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *s, int num_heads,
-                            const kvedge_attention_options *options, sequence_part *of, kvedge_attention_call *call) {
-  if (!s->blocks || !s->query || !s->out || s->len < 1 || s->start < 0 || s->start > s->len) return 0;
-  if (options) of->options = *options;
-  else kvedge_attention_defaults(&of->options);
-  if (s->start && (kvedge_has_mask(&of->options) || of->options.start)) return 0;
-  if (s->start) of->options.start = s->start;
-  of->part = (kvedge_part){.layer = pool, .num_tokens = s->len, .blocks = s->blocks, .block_size = block_size};
-  *call = (kvedge_attention_call){.num_rows = s->num_rows,
-                                  .num_heads = num_heads,
-                                  .query = kvedge_dense_array(s->query, num_heads, pool->keys.shape.dim),
-                                  .out = kvedge_dense_array(s->out, num_heads, pool->values.shape.dim),
-                                  .lse = s->lse,
-                                  .options = &of->options,
-                                  .parts = &of->part,
-                                  .num_parts = 1};
-  return 1;
-}
-
-kvedge_status kvedge_attend_batch(const kvedge_layer *pool, int64_t block_size, const kvedge_sequence *sequences,
-                                  int num_sequences, int num_heads, const kvedge_attention_options *options,
-                                  int num_threads) {
-  if (!pool || !kvedge_is_block_size(pool, block_size) || !sequences || num_sequences < 1) return KVEDGE_ERROR_ARGUMENT;
-  if (options && kvedge_has_mask(options) && num_sequences > 1) return KVEDGE_ERROR_ARGUMENT;
-  if (options && options->num_tokens) return KVEDGE_ERROR_ARGUMENT;
-  sequence_part *parts = malloc((size_t)num_sequences * sizeof *parts);
-  kvedge_attention_call *calls = malloc((size_t)num_sequences * sizeof *calls);
-  kvedge_status status = parts && calls ? KVEDGE_OK : KVEDGE_ERROR_MEMORY;
-  for (int i = 0; i < num_sequences && status == KVEDGE_OK; i++)
-    if (!call_of_sequence(pool, block_size, &sequences[i], num_heads, options, &parts[i], &calls[i]))
-      status = KVEDGE_ERROR_ARGUMENT;
-  if (status == KVEDGE_OK) status = kvedge_attend_layers(calls, num_sequences, num_threads);
-  free(parts);
-  free(calls);
   return status;
 }

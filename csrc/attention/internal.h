@@ -2,7 +2,7 @@
  *
  *   attention.c a call checked, its slices collected, its logits; rows that need factors of their own
  *   slices.c    the slices of kvedge.h, for threads of the caller's
- *   call.c      calls on threads of our own: kvedge_attend, several layers, sequences in the blocks of a pool
+ *   call.c      calls on threads of our own: kvedge_attend, several layers and parts of them
  *   parts.c     calls whose tokens lie in several layers; their results merged
  *   rows.c      keys and values in memory of others
  *   view.c      what attention sees of a cache, and which tokens query rows attend to
@@ -11,7 +11,6 @@
  *   slice.c     one slice: its tiles, in the order of memory
  *   step.c      one tile of a KV head, or of several: scores, online softmax, weighted sums
  *   products.c  the scores and weighted sums of a step, by the kernels that serve the call
- *   skip.c      which values need not be read, by options.tolerance
  *   prefetch.c  what a step prefetches of the next tile, and what was not prefetched in time
  *   logits.c    options on logits, masks and windows
  *   merge.c     partial results into one, and that into the output
@@ -129,9 +128,7 @@ typedef struct {
   ptrdiff_t acc_stride; /* channels of a value rounded up to 16 floats */
   size_t partial_floats;
   float *partials; /* (num_slots + 1, partial_floats), the total last */
-  char *skipping;  /* (num_slots, skipping_bytes), see skip.c; no bytes: all values are read */
-  size_t skipping_bytes;
-  char *refit; /* (num_refits, refit_bytes) room for one row of one head, see attention.c */
+  char *refit;     /* (num_refits, refit_bytes) room for one row of one head, see attention.c */
   size_t refit_bytes;
   int num_refits;    /* as many threads collect slices at once */
   int has_workspace; /* 0: threads that run its slices have one each */
@@ -305,12 +302,6 @@ typedef struct {
 
 /* The bound of a token's rows of `num_heads` heads. */
 float kvedge_bound_of_rows(kvedge_row_cursor *c, int s, int64_t token, int kv_head, int num_heads);
-
-/* skip.c: what a slice knows of the blocks that it leaves out; the bytes of that (0: it leaves
- * out none); and adds what a slice counted to the process's counts. */
-typedef struct kvedge_skipping kvedge_skipping;
-size_t kvedge_skipping_bytes(const kvedge_attention *a);
-void kvedge_skip_count(const kvedge_attention *a, int slot);
 
 /* merge.c: adds a slice's result to the total, and writes out with the last one of a row block. */
 void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot);

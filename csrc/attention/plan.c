@@ -13,9 +13,6 @@ enum {
    * that a helper which is held up delays nobody for long. */
   SLICE_BYTES = 256 << 10,
   MAX_SLICES_OF_A_BLOCK = 32,
-  /* With a tolerance slices are longer and fewer, since what may be dropped is measured against what a slice has seen. */
-  SKIPPING_SLICE_BYTES = 4 << 20,
-  SKIPPING_SLICE_TOKENS = 2048,
   /* Keys and values of all heads in a tile have up to twice this many bytes. Rows are prefetched a
    * tile before they are used, and the keys and values of two tiles have to fit a second-level
    * cache, which two threads may share. */
@@ -95,11 +92,8 @@ static int plan_chunks(const kvedge_attention *a) {
   int64_t seen = a->view.len;
   if (o->window && o->window + a->rows_per_block + o->sink_tokens < seen)
     seen = o->window + a->rows_per_block + o->sink_tokens;
-  const int skips = o->tolerance > 0.0f;
   int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks;
-  int64_t wanted = seen * (a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes) /
-                   (skips ? SKIPPING_SLICE_BYTES : SLICE_BYTES);
-  if (skips && most > seen / SKIPPING_SLICE_TOKENS) most = seen / SKIPPING_SLICE_TOKENS;
+  int64_t wanted = seen * (a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes) / SLICE_BYTES;
   if (most > seen / a->tile) most = seen / a->tile;
   if (wanted > most) wanted = most;
   return wanted < 1 ? 1 : (int)wanted;
@@ -177,8 +171,6 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
   a->queries = kvedge_take(base, &used, (size_t)(slices_prepare ? num_slots : a->num_row_blocks) * a->query_bytes);
   a->num_slots = num_slots;
   a->partials = kvedge_take(base, &used, ((size_t)num_slots + 1) * a->partial_floats * sizeof *a->partials);
-  a->skipping_bytes = kvedge_align(kvedge_skipping_bytes(a));
-  a->skipping = kvedge_take(base, &used, (size_t)num_slots * a->skipping_bytes);
   if (!a->is_refit) {
     a->refit_bytes = kvedge_align(refit_bytes(a));
     a->refit = kvedge_take(base, &used, (size_t)a->num_refits * a->refit_bytes);

@@ -23,10 +23,8 @@ static void blocks_to_prefetch(const kvedge_cache_view *view, int s, const token
 
 void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, int batch, int j, head_tile *h) {
   h->next_in_order = next->in_order;
-  for (int s = 0; s < SIDES; s++) {
-    h->prefetches[s] = next->num_tokens > 0;
-    if (next->num_tokens > 0) blocks_to_prefetch(view, s, next, batch, j, h);
-  }
+  h->prefetches = next->num_tokens > 0;
+  for (int s = 0; h->prefetches && s < SIDES; s++) blocks_to_prefetch(view, s, next, batch, j, h);
 }
 
 void kvedge_prefetch_scales(const kvedge_cache_view *view, const token_tile *next, int s, int kv_head, int num) {
@@ -49,7 +47,7 @@ void kvedge_prefetch_scales(const kvedge_cache_view *view, const token_tile *nex
 /* The tile that this thread prefetched last, and how many of its tokens. */
 static _Thread_local struct {
   const char *keys;
-  int num_tokens[SIDES];
+  int num_tokens;
 } prefetched;
 
 /* Bytes side by side; bytes <= 0: none. */
@@ -92,16 +90,12 @@ static void fetch_blocks(const kvedge_view_side *side, int s, const token_tile *
 
 /* All of a call's first tile, for a start. In the order of memory, at memory's speed: by heads, as steps read it, it
  * was a fifth of that, and Zen 4 drops so many prefetches at once. */
-void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next,
-                       int reads_values) {
-  const int is_known = prefetched.keys == tile->rows[KEYS][0], reads[SIDES] = {1, reads_values};
+void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next) {
+  const int known = prefetched.keys == tile->rows[KEYS][0] ? prefetched.num_tokens : 0;
   prefetched.keys = next->num_tokens > 0 ? next->rows[KEYS][0] : NULL;
-  for (int s = 0; s < SIDES; s++) {
-    const int known = is_known ? prefetched.num_tokens[s] : 0;
+  prefetched.num_tokens = tile->num_tokens; /* blocks of the next tile, one for each of this one's */
+  for (int s = 0; s < SIDES && known < tile->num_tokens; s++) {
     const kvedge_view_side *side = &view->side[s];
-    /* blocks of the next tile, one for each of this one's */
-    prefetched.num_tokens[s] = reads[s] ? tile->num_tokens : 0;
-    if (known >= tile->num_tokens || !reads[s]) continue;
     if (!side->scales_in_rows)
       fetch_blocks(side, s, tile, tile->scales[s], side->scale_token_stride,
                    view->num_kv_heads * side->scale_head_stride, known);

@@ -60,7 +60,7 @@ static kvedge_tile rows_of_groups(const kvedge_attention *a, const head_tile *h,
                       .factor = a->factor[s],
                       .bits = side->format->bits,
                       .first = h->tile->first[s]};
-  if (h->prefetches[s]) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
+  if (h->prefetches) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
   if (side->shape.num_groups) {
     rows.scales = tile_scales(a, h->tile, s, h->kv_head, group, count, &w->scales[s]);
     rows.scale_stride = SCALES;
@@ -83,7 +83,7 @@ static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, i
   const char *scales = h->tile->scales[s][b] + h->kv_head * side->scale_head_stride;
   for (int t = 0; t < num_tokens; t++, rows += side->row_stride, scales += side->scale_token_stride)
     side->format->decode(&side->shape, rows, scales, 1, room->values + t * dim);
-  for (ptrdiff_t at = 0; h->prefetches[s] && at < KVEDGE_BLOCK * side->head_stride; at += 64)
+  for (ptrdiff_t at = 0; h->prefetches && at < KVEDGE_BLOCK * side->head_stride; at += 64)
     __builtin_prefetch(h->next[s][b] + at, 0, 2);
   room->start = (const char *)room->values;
   return (kvedge_tile){.blocks = &room->start,

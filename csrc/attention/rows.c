@@ -79,7 +79,7 @@ kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *ro
                                   kvedge_segment *segments) {
   const kvedge_attention_options *o = r->options;
   int apart;
-  if (o && (o->num_tokens || o->start || o->tolerance != 0.0f)) return KVEDGE_ERROR_ARGUMENT;
+  if (o && (o->num_tokens || o->start)) return KVEDGE_ERROR_ARGUMENT;
   if (!view_of_rows(rows, &r->view, &apart)) return KVEDGE_ERROR_ARGUMENT;
   const ptrdiff_t of_key = alignment_of(r->view.side[KEYS].format),
                   of_value = alignment_of(r->view.side[VALUES].format);

@@ -122,38 +122,20 @@ static void clear_partial(const kvedge_attention *a, kvedge_partial *partial) {
   memset(partial->acc, 0, states * (size_t)a->acc_stride * sizeof *partial->acc);
 }
 
-/* Sums of the newest tokens of a row block. They bound the final sum from below before the slice
- * begins, which need not hold these tokens. Maxima stay, as the first ones of the slice. */
-static void sum_newest(const kvedge_attention *a, const kvedge_row_block *block, kvedge_partial *partial,
-                       workspace *w) {
-  enum { NEWEST = 4 * KVEDGE_BLOCK };
-  tile_cursor cursor = {.attended = kvedge_attended_tokens(a, block)};
-  const kvedge_attended *v = &cursor.attended;
-  const int64_t token = (v->stop - NEWEST) / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  cursor.next = v->sinks + (token > v->first ? token - v->first : 0);
-  cursor.stop = v->sinks + v->stop - v->first;
-  for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor))
-    kvedge_add_to_sums(a, &tile, block, partial, w);
-  kvedge_skip_take_newest(a, w->skipping, partial);
-}
-
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice following, int slot, kvedge_workspace *w,
                       const volatile int *stop) {
   const kvedge_cache_view *view = &a->view;
   const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
   kvedge_partial partial = kvedge_partial_at(a, slot);
   w->queries = kvedge_queries_for(a, &block, slot);
-  w->skipping = kvedge_skip_start(a, &block, slot);
   clear_partial(a, &partial);
-  if (w->skipping && kvedge_skip_wants_newest(a)) sum_newest(a, &block, &partial, w);
   tile_cursor cursor = start_of_chunk(a, &block, slice % a->chunks_per_block);
   token_tile tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     const int last = cursor.next >= cursor.stop;
     const token_tile next = last ? first_tile(view, following) : next_tile(a, &cursor);
     const int masking = kvedge_needs_masking(a, &block, &tile);
-    const int reads_values = !w->skipping || kvedge_skip_reads_values(w->skipping);
-    kvedge_fetch_rest(view, &tile, &next, reads_values);
+    kvedge_fetch_rest(view, &tile, &next);
     w->scales[KEYS].count = w->scales[VALUES].count = 0;
     for (int kv_head = 0, num; kv_head < view->num_kv_heads; kv_head += num) {
       head_tile heads[KVEDGE_HEADS];
@@ -162,11 +144,9 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
         head_tile *h = &heads[j];
         h->tile = &tile, h->block = &block, h->kv_head = kv_head + j, h->queries = &w->queries, h->masking = masking;
         kvedge_share_next(view, &next, a->batches_heads ? num : 1, j, h);
-        h->prefetches[VALUES] &= reads_values;
       }
       kvedge_step(a, heads, num, &next, &partial, w);
     }
-    if (w->skipping) kvedge_skip_end_tile(a, w, &partial, last);
     if (last) break;
     tile = next;
   }

@@ -44,14 +44,6 @@ static void take_probabilities(const kvedge_attention *a, const head_tile *heads
     if (is_lost[i]) partial->sum[index + (size_t)i] = NAN; /* so that the row is attended to again (attention.c) */
 }
 
-void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
-                        kvedge_partial *partial, workspace *w) {
-  w->scales[KEYS].count = 0;
-  head_tile h = {.tile = tile, .block = block, .queries = &w->queries, .masking = kvedge_needs_masking(a, block, tile)};
-  h.count = (int)block->count * a->heads_per_kv_head;
-  for (; h.kv_head < a->view.num_kv_heads; h.kv_head++) take_probabilities(a, &h, 1, 0, partial, w);
-}
-
 void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
                  workspace *w) {
   const int batch = a->batches_heads && num == KVEDGE_HEADS;
@@ -60,12 +52,11 @@ void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const tok
     const int count = query_rows - i < KVEDGE_QUERY_ROWS ? query_rows - i : KVEDGE_QUERY_ROWS, prefetches = i == 0;
     for (int j = 0; j < num; j++) {
       heads[j].first = i, heads[j].count = count, heads[j].at = j * count;
-      if (!prefetches) heads[j].prefetches[KEYS] = heads[j].prefetches[VALUES] = 0;
+      heads[j].prefetches &= prefetches;
     }
     if (prefetches) kvedge_prefetch_scales(&a->view, next, KEYS, heads->kv_head, num);
     take_probabilities(a, heads, num, batch, partial, w);
-    if (heads->prefetches[VALUES]) kvedge_prefetch_scales(&a->view, next, VALUES, heads->kv_head, num);
-    if (w->skipping && kvedge_skip_heads(a, heads, num, w, partial)) continue;
+    if (prefetches) kvedge_prefetch_scales(&a->view, next, VALUES, heads->kv_head, num);
     if (batch) {
       kvedge_weighted_sum_of_batch(a, heads, w, partial);
       continue;

@@ -1,5 +1,5 @@
 /* What the files of a slice share: its tiles (slice.c), what is prefetched (prefetch.c), a step over one (step.c) and
- * its products (products.c), masks and other options on logits (logits.c), what is not read (skip.c). */
+ * its products (products.c), masks and other options on logits (logits.c). */
 #ifndef KVEDGE_TILE_H
 #define KVEDGE_TILE_H
 
@@ -32,7 +32,6 @@ struct kvedge_workspace {
   _Alignas(64) float scores[KVEDGE_QUERY_ROWS * KVEDGE_TILE]; /* (query rows, tile): scores, then probabilities */
   _Alignas(64) float rescale[KVEDGE_QUERY_ROWS];
   scale_columns scales[SIDES];               /* of the tile */
-  kvedge_skipping *skipping;                 /* NULL: all values are read */
   _Alignas(64) char scratch[KVEDGE_SCRATCH]; /* of the cells; where rows are decoded, first the block */
 };
 typedef kvedge_workspace workspace;
@@ -46,7 +45,7 @@ typedef struct {
   const kvedge_queries *queries;
   int masking;                                 /* as kvedge_needs_masking() */
   const char *next[SIDES][KVEDGE_TILE_BLOCKS]; /* blocks of the next tile to prefetch */
-  int prefetches[SIDES], next_in_order;        /* 0: nothing is prefetched */
+  int prefetches, next_in_order;               /* 0: nothing is prefetched */
 } head_tile;
 
 /* Position of the first of its queries in what is prepared of a row block, and in partial results. */
@@ -63,9 +62,8 @@ void kvedge_share_next(const kvedge_cache_view *view, const token_tile *next, in
  * drops prefetches when there are too many at once.) */
 void kvedge_prefetch_scales(const kvedge_cache_view *view, const token_tile *next, int s, int kv_head, int num);
 /* Before the steps of a tile: what this thread has not prefetched of it is brought into the cache. The steps prefetch
- * the next one, as far as that goes. (reads_values 0: this tile's values are left where they are, and those of the next
- * one are not prefetched.) */
-void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next, int reads_values);
+ * the next one, as far as that goes. */
+void kvedge_fetch_rest(const kvedge_cache_view *view, const token_tile *tile, const token_tile *next);
 
 /* ---- products.c ---- */
 
@@ -85,25 +83,6 @@ void kvedge_weighted_sum_of_batch(const kvedge_attention *a, const head_tile *he
  * prefetched meanwhile. */
 void kvedge_step(const kvedge_attention *a, head_tile *heads, int num, const token_tile *next, kvedge_partial *partial,
                  workspace *w);
-/* Maxima and sums of all KV heads over a tile, and nothing else: its queries are up to KVEDGE_QUERY_ROWS for each. */
-void kvedge_add_to_sums(const kvedge_attention *a, const token_tile *tile, const kvedge_row_block *block,
-                        kvedge_partial *partial, workspace *w);
-/* ---- skip.c: values that options.tolerance lets a call leave out ---- */
-
-/* A slice begins: its state, in memory of its slot; NULL: the call reads all values. */
-kvedge_skipping *kvedge_skip_start(const kvedge_attention *a, const kvedge_row_block *block, int slot);
-/* Is a slice to know what the newest tokens give, before it begins? */
-int kvedge_skip_wants_newest(const kvedge_attention *a);
-/* What the newest tokens alone give as sums of the softmax; they become 0. */
-void kvedge_skip_take_newest(const kvedge_attention *a, kvedge_skipping *s, kvedge_partial *partial);
-/* Are the values of the tile that comes, and of the next one, prefetched as by a call without tolerance? */
-int kvedge_skip_reads_values(const kvedge_skipping *s);
-/* After the softmax of `num` head tiles: their weighted sums, of the blocks that matter, now or
- * later. 0: all of them are to be summed, by the caller. */
-int kvedge_skip_heads(const kvedge_attention *a, const head_tile *heads, int num, workspace *w,
-                      kvedge_partial *partial);
-/* A tile ends, and with the last one the slice. */
-void kvedge_skip_end_tile(const kvedge_attention *a, workspace *w, kvedge_partial *partial, int last);
 
 /* ---- logits.c ---- */
 

@@ -221,11 +221,6 @@ typedef struct {
   void (*softmax)(float *scores, int num_queries, int num_tokens, const float *factor, float *max, float *sum,
                   float *rescale);
 
-  /* Bit b: block b may hold more than the queries allow. Not set: sum_t p[i][t] * factor[i] over
-   * the block's tokens is at most 1 for each query i. num_blocks up to KVEDGE_TILE_BLOCKS; p
-   * (num_queries, KVEDGE_TILE) and factors are not negative. */
-  uint32_t (*heavy_blocks)(const float *p, int num_queries, int num_blocks, const float *factor);
-
   /* to = to * keep + from * add, n elements that do not overlap. */
   void (*merge_row)(float *to, float keep, const float *from, float add, int n);
 

@@ -69,22 +69,6 @@ static inline void softmax_portable(float *scores, int num_queries, int num_toke
   }
 }
 
-/* The largest of all queries, token by token, are added up: at least what any one query has. */
-static inline uint32_t heavy_blocks_portable(const float *p, int num_queries, int num_blocks, const float *factor) {
-  uint32_t heavy = 0;
-  for (int b = 0; b < num_blocks; b++, p += KVEDGE_BLOCK) {
-    float lane[LANES];
-    for (int j = 0; j < LANES; j++) lane[j] = p[j] * factor[0];
-    for (int i = 1; i < num_queries; i++)
-      for (int j = 0; j < LANES; j++) {
-        float x = p[i * KVEDGE_TILE + j] * factor[i];
-        lane[j] = x > lane[j] ? x : lane[j];
-      }
-    heavy |= (uint32_t)(lanes_sum(lane) > 1.0f) << b;
-  }
-  return heavy;
-}
-
 /* ---- Prefetch, scales, rows of results ---- */
 
 /* Prefetches the lines that begin in n bytes, into the second-level cache: the first holds less than a tile. (Always

@@ -10,11 +10,6 @@
 #pragma GCC visibility push(default)
 #endif
 
-/* Calls with a tolerance so far, in this process: blocks of values, of 16 tokens and one KV
- * head, that could have been left out, and those that were. Differences tell of the calls
- * between. */
-void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped);
-
 /* Bytes per second that num_threads threads read from `bytes` of memory each of them touched first:
  * the best of `repeats` passes. Use several times the last-level cache. 0: no memory. */
 double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats);

@@ -33,7 +33,6 @@ cdef enum:
 # ---- the library --------------------------------------------------------------------------------
 
 cdef extern from "system/measuring.h" nogil:
-    void kvedge_tolerance_counts(int64_t *seen, int64_t *dropped)
     double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats)
     double kvedge_product_rate(int num_threads, size_t products, int repeats)
 
@@ -111,12 +110,6 @@ def isa_available():
 def set_num_threads(int num_threads):
     """Set how many threads a call uses by default; kvedge.set_num_threads checks the number."""
     kvedge_set_num_threads(num_threads)
-
-
-def tolerance_counts():
-    cdef int64_t seen, dropped
-    kvedge_tolerance_counts(&seen, &dropped)
-    return seen, dropped
 
 
 def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
@@ -825,9 +818,8 @@ cdef class LayerStore:
             and query.shape[query.ndim - 2] % self._num_kv_heads == 0
         )
 
-    def attend(self, query, options):
-        cdef dict rest = dict(options)
-        return self._attend(query, rest.pop("out", None), rest)
+    def attend(self, query, dict options):
+        return self._attend(query, options.pop("out", None), options)
 
     @cython.final
     cdef object _attend(self, query, out, dict options):
@@ -1041,10 +1033,6 @@ cdef bint _fill_plain(
             if value < 1:
                 return False
             c.window = value if value < length else 0  # else it hides nothing, which is none
-        elif name == "tolerance" and type(value) is float:
-            if not 0 <= nearest_float(value) < 1:
-                return False
-            c.tolerance = nearest_float(value)
         elif value is not _DEFAULTS.get(name, options):
             if name != "return_lse" or value is not True or not with_lse:
                 return False
@@ -1062,7 +1050,6 @@ cdef _fill(kvedge_attention_options *c, options):
     c.softcap = nearest_float(options.softcap)
     c.start = options.start
     c.precision_bits = options.precision_bits
-    c.tolerance = nearest_float(options.tolerance)
     if options.sink_logits is not None:
         c.sink_logits = _floats(options.sink_logits)
     if options.alibi_slopes is not None:
@@ -1103,13 +1090,13 @@ def bind():
     global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
     global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
     global Parts, _batch, arrays, checks, empty_parts, kept_rows, layer_keys, memory, ranges_of, refuse, room, query_turns
-    global to_float32, partial, replace, turned, turned_back_next, _attend_and_note
+    global to_float32, partial, replace, turned, turned_back_next
     from dataclasses import replace
     from functools import partial
     from inspect import signature
 
     from kvedge import batch as _batch
-    from kvedge.cache.cache import KVCache
+    from kvedge.cache.cache import KVCache as BaseCache
     from kvedge.core import arrays, checks, memory, registry
     from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.options import AttendOptions
@@ -1125,14 +1112,12 @@ def bind():
     from kvedge.paged.store import BlockStoreMethods
     from kvedge.rope import query_turns, to_float32, turned
 
-    _attend_and_note = KVCache.attend
     for name in ("push", "extend", "attend", "scores"):
         getattr(_LayerFace, name).__doc__ = getattr(KvLayer, name).__doc__
     for function in (attend_batch, append_batch):
         function.__doc__ = getattr(_batch, function.__name__).__doc__
     for function, shown in (
         (_LayerFace.attend, KvLayer.attend),
-        (_attend_of_cache, KVCache.attend),
         (attend_batch, _batch.attend_batch),
     ):
         function.__signature__ = signature(shown)
@@ -1140,40 +1125,15 @@ def bind():
         if each.kind is each.KEYWORD_ONLY:
             _DEFAULTS[each.name] = each.default
     layer_types = layer_classes(__name__, LayerStore, _LayerFace)
-    cache = {
-        "__doc__": KVCache.__doc__,
-        "__module__": __name__,
-        "_layer_types": layer_types,
-        "attend": _attend_of_cache,
-    }
-    _attend_of_cache.__name__, _attend_of_cache.__qualname__ = "attend", "KVCache.attend"
-    _attend_of_cache.__doc__ = KVCache.attend.__doc__
-    made = [
-        *layer_types.values(),
-        registry.backend_class(type("KVCache", (KVCache,), cache)),
-        registry.backend_class(
-            type("BlockStore", (_BlockStore, BlockStoreMethods), {"__module__": __name__})
-        ),
-    ]
-    globals().update({kind.__name__: kind for kind in made})
 
+    @registry.backend_class
+    class KVCache(BaseCache):
+        __doc__ = BaseCache.__doc__
+        __qualname__ = "KVCache"
+        _layer_types = layer_types
 
-# KVCache.attend, straight to the C of the layer's store.
-def _attend_of_cache(self, layer, query, *, out=None, **options):
-    state = self._state
-    cdef tuple stores = state.store_at
-    if layer.__class__ is not int or not 0 <= layer < len(stores):
-        layer = checks.check_layer(layer, len(stores))
-    if state.num_query_heads is not None:
-        self._check_query_heads(layer, query, options.get("layout", _NHD))
-    cdef LayerStore target = stores[layer]
-    if target is None:
-        raise state.no_tokens(layer, "attend()")
-    if state.eviction is not None:  # which notes the query
-        return _attend_and_note(self, layer, query, **options | ({} if out is None else {"out": out}))
-    try:
-        return target._attend(query, out, options)
-    except OutOfMemoryError:
-        raise
-    except MemoryError as error:
-        raise memory.out_of_memory(error, "the result of attention") from error
+    @registry.backend_class
+    class BlockStore(_BlockStore, BlockStoreMethods):
+        __qualname__ = "BlockStore"
+
+    globals().update({kind.__name__: kind for kind in (*layer_types.values(), KVCache, BlockStore)})

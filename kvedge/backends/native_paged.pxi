@@ -23,56 +23,22 @@ cdef class _BlockStore(LayerStore):
             kvedge_quiesce()
 
     def attend_blocks(self, int64_t block_size, list rows, options):
-        cdef _Handle handle = self._opened()
-        cdef kvedge_attention_options c_options
-        cdef kvedge_status status
-        cdef kvedge_sequence *sequences
-        cdef int i, num_heads = 0, num_threads = options.num_threads
-        cdef int num_sequences = <int>len(rows)
-        cdef cnp.ndarray query
-        cdef int64_t numbers = 0
-        _fill(&c_options, options)
-        sequences = <kvedge_sequence *>PyMem_Malloc(num_sequences * sizeof(kvedge_sequence))
-        if sequences == NULL:
-            raise OutOfMemoryError(f"no memory for a call over {num_sequences} sequences")
-        try:
-            for i, (table, length, one, out, lse, start, _) in enumerate(rows):
-                query = one
-                num_heads = <int>query.shape[1]
-                sequences[i].blocks = <const int32_t *>cnp.PyArray_DATA(<cnp.ndarray>table)
-                sequences[i].len = length
-                sequences[i].query = _floats(query)
-                sequences[i].num_rows = query.shape[0]
-                sequences[i].out = _floats(out)
-                sequences[i].lse = NULL if lse is None else _floats(lse)
-                sequences[i].start = start
-                numbers += query.shape[0] * (sequences[i].len - sequences[i].start)
-            if numbers * num_heads * self._widest < _KEEP_GIL:
-                status = kvedge_attend_batch(
-                    handle.layer, block_size, sequences, num_sequences, num_heads, &c_options,
-                    num_threads)
-            else:
-                with nogil:
-                    status = kvedge_attend_batch(
-                        handle.layer, block_size, sequences, num_sequences, num_heads, &c_options,
-                        num_threads)
-        finally:
-            PyMem_Free(sequences)
-        if status != KVEDGE_OK:
-            for one in rows:
-                checks.check_finite(one.query, "query")
-            self._refuse_attend(query, status)
+        self._attend_rows(rows, options, block_size)
 
     def attend_parts(self, list rows, options):
+        self._attend_rows(rows, options, 0)
+
+    cdef object _attend_rows(self, list rows, options, int64_t table_size):
+        """Sequences in parts; or, table_size their size, in blocks of this pool alone."""
         cdef kvedge_attention_options c_options
         cdef kvedge_attention_options *own
         cdef kvedge_attention_call *calls
         cdef kvedge_part *parts
         cdef kvedge_status status
-        cdef _Handle handle
+        cdef _Handle handle = self._opened()
         cdef int i, num_heads = 0, num_threads = options.num_threads
         cdef int num = <int>len(rows)
-        cdef int num_parts = sum([len(one.parts) for one in rows])
+        cdef int num_parts = num if table_size else sum([len(one.parts) for one in rows])
         cdef int64_t numbers = 0
         cdef list handles = []  # live until the call is over
         _fill(&c_options, options)
@@ -84,15 +50,18 @@ cdef class _BlockStore(LayerStore):
         try:
             own = <kvedge_attention_options *>(calls + num)
             parts = <kvedge_part *>(own + num)
-            for i, (_, length, query, out, lse, start, own_parts) in enumerate(rows):
+            for i, (blocks, length, query, out, lse, start, own_parts) in enumerate(rows):
                 num_heads = <int>(<cnp.ndarray>query).shape[1]
                 own[i] = c_options
                 if start:
                     own[i].start = start
+                if table_size:
+                    own_parts = ((self, blocks, table_size, 0, length),)
                 calls[i].layer, calls[i].parts, calls[i].num_parts = NULL, parts, <int>len(own_parts)
                 for store, table, block_size, first, stop in own_parts:
-                    handle = (<_BlockStore>store)._opened()
-                    handles.append(handle)
+                    if not table_size:
+                        handle = (<_BlockStore>store)._opened()
+                        handles.append(handle)
                     parts.layer = handle.layer
                     parts.blocks = <const int32_t *>cnp.PyArray_DATA(<cnp.ndarray>table)
                     parts.block_size = block_size

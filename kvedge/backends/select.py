@@ -26,7 +26,6 @@ __all__ = [
     "attend_batch",
     "backend",
     "isa_info",
-    "tolerance_counts",
 ]
 
 # What KVEDGE_ISA may say on any machine. The extension decides which of them it can run here.
@@ -144,20 +143,6 @@ else:
     KVCache = _module.KVCache
     attend_batch = _module.attend_batch
     append_batch = _module.append_batch
-
-
-def tolerance_counts() -> tuple[int, int]:
-    """Tell how much calls with a ``tolerance`` have left out so far, in this process.
-
-    Returns
-    -------
-    seen, dropped : int
-        Blocks of values, of 16 tokens and one KV head, that could have been left out, and those
-        that were: differences tell of the calls between. Both are 0 on the NumPy backend, which
-        reads all.
-    """
-    counts: tuple[int, int] = _module.tolerance_counts() if backend == "native" else (0, 0)
-    return counts
 
 
 _PRECISION_BITS = {

@@ -417,9 +417,10 @@ class KVCache(ConfigFacts):
         if eviction is not None:
             eviction.check_options(store, options)
         try:
-            out = store.attend(query, options)
-            if eviction is not None:
-                eviction.saw(layer, store, query, options)
+            if eviction is None:
+                return store.attend(query, options)
+            out = store.attend(query, dict(options))
+            eviction.saw(layer, store, query, options)
             return out
         except OutOfMemoryError:
             raise

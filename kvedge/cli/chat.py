@@ -99,7 +99,6 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
             "stop": options.stop or (),
             "num_threads": options.threads,
             "precision_bits": options.precision_bits,
-            "tolerance": options.tolerance,
         },
     )
     chat = _Chat(conversation, path, settings, seed, options, output)

@@ -114,8 +114,6 @@ def _obstacles(options: argparse.Namespace) -> Iterator[str]:
     for name in _OF_NUMPY:
         if getattr(options, name) is not None:
             yield f"--{name.replace('_', '-')} is of kvedge's own cache"
-    if options.tolerance:
-        yield "--tolerance is of kvedge's own cache"
     for path in (options.load_session, options.prompt_cache):
         if path is not None and os.path.exists(path) and not _is_state_file(path):
             yield f"{path} holds no state of llama.cpp"

@@ -32,7 +32,7 @@ is another one where float32 is sure, its best leading by more than 1 nat; loss 
 in the window. --recall hides ten numbers in a text and asks for each at its end.
 
 A format is named with its options: int8:group_size=32,key_scale=auto. Options are arguments of
-kvedge.KVCache, and precision_bits and tolerance of attention. "auto" and "small" are what is
+kvedge.KVCache, and precision_bits of attention. "auto" and "small" are what is
 recommended. float32:eviction=snapkv,eviction_tokens=256 holds so many tokens at
 most, after each chunk of the text; other methods are sinks+recent and snapkv. With --hf and a model
 that has recurrent states, float32:state_dtype=bfloat16 (or int8) keeps them so between chunks.

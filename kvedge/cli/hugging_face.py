@@ -63,7 +63,6 @@ def run(options: argparse.Namespace, output: Output) -> int:
     cache = KvedgeCache(
         model.config,
         precision_bits=options.precision_bits,
-        tolerance=options.tolerance,
         eviction=options.evict,
         state_dtype=options.state_dtype,
         **over,

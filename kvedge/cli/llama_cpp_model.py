@@ -156,10 +156,9 @@ class LlamaCppModel:
         last_only: bool = True,
         num_threads: int | None = None,
         precision_bits: Any = None,
-        tolerance: float = 0.0,
     ) -> np.ndarray:
         """Append tokens to the cache; return the logits after the last, (vocab_size,)."""
-        assert last_only and precision_bits is None and tolerance == 0.0
+        assert last_only and precision_bits is None
         return cache.decode(tokens, num_threads or kvedge.get_num_threads())
 
 

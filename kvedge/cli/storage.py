@@ -9,7 +9,6 @@ from typing import Any
 from kvedge.console.exits import UsageError, message_of
 from kvedge.console.values import positive_int
 from kvedge.core.formats import DTYPES, FORMATS, SCALE_TYPES, format_of
-from kvedge.core.options import as_tolerance
 from kvedge.core.recommended import AUTO, RECOMMENDED, by_name
 from kvedge.core.storage import NAMES, PART_OPTIONS
 from kvedge.core.types import StorageDtype
@@ -89,14 +88,6 @@ def add_options(group: Any) -> None:
         "at an error as large as int8's own; auto: 8 for what is stored as int4, whose own error "
         "is ten times that (default: 16, or 24 where needed)",
     )
-    group.add_argument(
-        "--tolerance",
-        type=_tolerance,
-        default=0.0,
-        metavar="SHARE",
-        help="of the softmax mass that attention may leave out, such as 1e-4: values that hold no "
-        "more are not read, which saves time in long contexts (default: 0)",
-    )
 
 
 def _format_or_policy(text: str) -> str | LayerPolicy:
@@ -116,13 +107,6 @@ def _format_or_policy(text: str) -> str | LayerPolicy:
 
 def _precision_bits(text: str) -> int | str:
     return int(text) if text.isdecimal() else text  # argparse compares it with the choices
-
-
-def _tolerance(text: str) -> float:
-    try:
-        return as_tolerance(float(text))
-    except ValueError as error:  # also of kvedge
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def dtype_of(stored: Mapping[str, Any]) -> str:

@@ -221,7 +221,6 @@ class Writer:
             keep_tokens=self._keep if shifts else 0,
             num_threads=options.threads,
             precision_bits=options.precision_bits,
-            tolerance=options.tolerance,
             incomplete=self._file is None,  # else the continuation completes the character
         )
         self.generation = generation
@@ -255,7 +254,6 @@ class Writer:
                 max_tokens=0,
                 num_threads=options.threads,
                 precision_bits=options.precision_bits,
-                tolerance=options.tolerance,
             )
             next(self.reading, None)
             if options.prompt_cache is not None:

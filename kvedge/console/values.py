@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 __all__ = [
     "logit_bias",
@@ -17,61 +20,31 @@ __all__ = [
     "whole_or_all",
 ]
 
-
-def positive_int(text: str) -> int:
-    """Return a whole number of 1 or more."""
-    value = _whole(text)
-    if value is None or value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return value
+_Number = TypeVar("_Number", int, float)
 
 
-def non_negative_int(text: str) -> int:
-    """Return a whole number of 0 or more."""
-    value = _whole(text)
-    if value is None or value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return value
+def _numbers(
+    kind: Callable[[str], _Number], is_valid: Callable[[_Number], bool], named: str
+) -> Callable[[str], _Number]:
+    """Make a type of the finite numbers for which `is_valid` holds."""
+
+    def number(text: str) -> _Number:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if -math.inf < value < math.inf and is_valid(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {named}")
+
+    return number
 
 
-def non_negative_float(text: str) -> float:
-    """Return a finite number of 0 or more."""
-    value = _real(text)
-    if value is None or value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return value
-
-
-def positive_float(text: str) -> float:
-    """Return a finite number above 0."""
-    value = _real(text)
-    if value is None or value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def probability(text: str) -> float:
-    """Return a number above 0 and not above 1."""
-    value = _real(text)
-    if value is None or not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
-    return value
-
-
-def share(text: str) -> float:
-    """Return a number of 0 to 1."""
-    value = _real(text)
-    if value is None or not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 to 1")
-    return value
-
-
-def whole_or_all(text: str) -> int:
-    """Return a whole number of 0 or more, or -1, which stands for no limit."""
-    value = _whole(text)
-    if value is None or value < -1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more, or -1")
-    return value
+positive_int = _numbers(int, lambda value: value >= 1, "a whole number of 1 or more")
+non_negative_int = _numbers(int, lambda value: value >= 0, "a whole number of 0 or more")
+whole_or_all = _numbers(int, lambda value: value >= -1, "a whole number of 0 or more, or -1")
+non_negative_float = _numbers(float, lambda value: value >= 0, "a number of 0 or more")
+positive_float = _numbers(float, lambda value: value > 0, "a number above 0")
+probability = _numbers(float, lambda value: 0 < value <= 1, "a number above 0 and up to 1")
+share = _numbers(float, lambda value: 0 <= value <= 1, "a number of 0 to 1")
 
 
 def logit_bias(text: str) -> tuple[int, float]:
@@ -86,18 +59,3 @@ def logit_bias(text: str) -> tuple[int, float]:
             f"{text!r} is not a token id and a bias, such as 15043+1.5, 15043-1 or 15043-inf"
         )
     return int(match[1]), value
-
-
-def _whole(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
-
-
-def _real(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None

@@ -22,7 +22,6 @@ __all__ = [
     "DTYPES",
     "FORMATS",
     "GRIDS",
-    "IN_GROUPS",
     "IN_PARTS",
     "IN_RUNS",
     "SCALE_TYPES",
@@ -50,16 +49,24 @@ Dtype: TypeAlias = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+_BYTES = np.dtype(np.uint8)
+
+
+def _no_fault(stored: np.ndarray) -> None:
+    """Any bytes can be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """How rows of float32 are stored: `n` tokens, `H` KV heads, `D` channels, `G` groups."""
 
     name: str  # the dtype of layers, caches, pools and files
     c_code: int  # kvedge_format of csrc/kvedge.h
-    codes: np.dtype  # of stored codes as NumPy has them; NumPy need not know what they mean
+    # Of stored codes as NumPy has them; NumPy need not know what they mean.
+    codes: np.dtype = _BYTES
     bits: int  # of a stored value
-    file_type: str  # safetensors' name of the type of the codes
-    has_scales: bool  # and with them group_size, scale_dtype and key_offset
+    file_type: str = "U8"  # safetensors' name of the type of the codes
+    has_scales: bool = False  # and with them group_size, scale_dtype and key_offset
     # Finite float32 (n, H, D) -> codes (n, H, codes_per_row), scales (n, H, G); after `refuse`.
     encode: Callable[[np.ndarray, RowShape], tuple[np.ndarray, np.ndarray]]
     # Codes, scales, shape, float32 or float64 -> (n, H, D) in it. Exact in float64; in float32
@@ -70,8 +77,8 @@ class Format:
     limit: Callable[[RowShape], float]  # rows within +-limit can be stored
     largest: Callable[[np.ndarray, np.ndarray], float]  # no value of codes, scales is beyond +-this
     # What is wrong with foreign codes or scales that no encoder makes, or None.
-    fault_of_codes: Callable[[np.ndarray], str | None]
-    fault_of_scales: Callable[[np.ndarray], str | None]
+    fault_of_codes: Callable[[np.ndarray], str | None] = _no_fault
+    fault_of_scales: Callable[[np.ndarray], str | None] = _no_fault
     kivi: kivi.Kivi | None = None  # rows are runs of tokens of a head
     tokens_per_row: int = 1  # tokens that a row of the slabs holds
     of_values: Format | None = None  # that of values, where it differs; else it is for both
@@ -132,17 +139,14 @@ def _fp8(name: str, c_code: int, file_type: str, kind: fp8.Fp8) -> Format:
     return Format(
         name=name,
         c_code=c_code,
-        codes=np.dtype(np.uint8),
         bits=8,
         file_type=file_type,
-        has_scales=False,
         encode=lambda rows, shape: (kind.encode(rows), _no_scales(rows)),
         decode=lambda codes, scales, shape, dtype: kind.decode(codes, dtype),
         refuse=lambda rows, name, shape: None,  # larger ones become the largest
         limit=lambda shape: float(np.finfo(np.float32).max),
         largest=lambda codes, scales: kind.largest(codes),
         fault_of_codes=kind.fault,
-        fault_of_scales=lambda scales: None,
     )
 
 
@@ -151,16 +155,13 @@ def _grid(bits: int) -> Format:
     return Format(
         name=f"grid{bits}",
         c_code=64 + bits,
-        codes=np.dtype(np.uint8),
         bits=bits,
-        file_type="U8",
         has_scales=True,
         encode=grid.encode,
         decode=grid.decode,
         refuse=grids.refuse,
         limit=grids.limit,
         largest=grid.largest,
-        fault_of_codes=lambda codes: None,  # every code has a level
         fault_of_scales=int8.fault_of_scales,
     )
 
@@ -171,17 +172,12 @@ def _runs(bits: int, of_values: bool) -> Format:
     return Format(
         name=f"kivi{bits}.runs",
         c_code=32 + bits,
-        codes=np.dtype(np.uint8),
         bits=bits,
-        file_type="U8",
-        has_scales=False,
         encode=form.encode,
         decode=lambda codes, scales, shape, dtype: form.decode(codes, shape.dim, dtype),
         refuse=kivi.refuse,
         limit=lambda shape: kivi.LARGEST,
         largest=lambda codes, scales: 2 * kivi.LARGEST,
-        fault_of_codes=lambda codes: None,
-        fault_of_scales=lambda scales: None,
         kivi=form,
         tokens_per_row=kivi.RUN,
         of_values=None if of_values else _runs(bits, True),
@@ -193,17 +189,12 @@ def _in_parts(name: str, bits: int) -> Format:
     return Format(
         name=name,
         c_code=32,
-        codes=np.dtype(np.uint8),
         bits=bits,
-        file_type="U8",
-        has_scales=False,
         encode=lambda rows, shape: (np.empty((*rows.shape[:2], 0), np.uint8), _no_scales(rows)),
         decode=lambda codes, scales, shape, dtype: np.zeros((*codes.shape[:2], shape.dim), dtype),
         refuse=kivi.refuse,
         limit=lambda shape: kivi.LARGEST,
         largest=lambda codes, scales: 0.0,
-        fault_of_codes=lambda codes: None,
-        fault_of_scales=lambda scales: None,
         in_parts=True,
     )
 
@@ -232,14 +223,12 @@ FORMATS: dict[str, Format] = {
             codes=np.dtype(np.float32),
             bits=32,
             file_type="F32",
-            has_scales=False,
             encode=lambda rows, shape: (rows, _no_scales(rows)),
             decode=lambda codes, scales, shape, dtype: codes.astype(dtype, copy=False),
             refuse=lambda rows, name, shape: None,
             limit=lambda shape: float(np.finfo(np.float32).max),
             largest=lambda codes, scales: max(float(codes.max()), -float(codes.min())),
             fault_of_codes=_fault_of_floats,
-            fault_of_scales=lambda scales: None,
         ),
         Format(
             name="float16",
@@ -247,7 +236,6 @@ FORMATS: dict[str, Format] = {
             codes=np.dtype(np.float16),
             bits=16,
             file_type="F16",
-            has_scales=False,
             encode=lambda rows, shape: (rows.astype(np.float16), _no_scales(rows)),
             decode=lambda codes, scales, shape, dtype: codes.astype(dtype),
             refuse=lambda rows, name, shape: half.refuse_above(
@@ -256,7 +244,6 @@ FORMATS: dict[str, Format] = {
             limit=lambda shape: half.LARGEST_FLOAT16_INPUT,
             largest=lambda codes, scales: max(float(codes.max()), -float(codes.min())),
             fault_of_codes=_fault_of_floats,
-            fault_of_scales=lambda scales: None,
         ),
         Format(
             name="bfloat16",
@@ -264,7 +251,6 @@ FORMATS: dict[str, Format] = {
             codes=np.dtype(np.uint16),
             bits=16,
             file_type="BF16",
-            has_scales=False,
             encode=lambda rows, shape: (half.encode_bfloat16(rows), _no_scales(rows)),
             decode=lambda codes, scales, shape, dtype: half.decode_bfloat16(codes, dtype),
             refuse=lambda rows, name, shape: half.refuse_above(
@@ -273,57 +259,43 @@ FORMATS: dict[str, Format] = {
             limit=lambda shape: half.LARGEST_BFLOAT16_INPUT,
             largest=lambda codes, scales: half.largest_bfloat16(codes),
             fault_of_codes=half.fault_of_bfloat16,
-            fault_of_scales=lambda scales: None,
         ),
         _fp8("fp8_e4m3", 4, "F8_E4M3", fp8.E4M3),
         _fp8("fp8_e5m2", 5, "F8_E5M2", fp8.E5M2),
         Format(
             name="int4",
             c_code=6,
-            codes=np.dtype(np.uint8),
             bits=4,
-            file_type="U8",
             has_scales=True,
             encode=int4.encode,
             decode=int4.decode,
             refuse=int4.refuse,
             limit=int4.limit,
             largest=int4.largest,
-            fault_of_codes=lambda codes: None,  # every code has a level
             fault_of_scales=int4.fault_of_scales,
         ),
     )
 }
 
-#: Of rows that hold whole groups of channels, their scales among them: those of ggml.
-IN_GROUPS: dict[str, Format] = {
-    row.name: row
-    for row in (
-        Format(
-            name="q8_0",
-            c_code=104,
-            codes=np.dtype(np.uint8),
-            bits=8,
-            file_type="U8",
-            has_scales=False,
-            encode=q8_0.encode,
-            decode=q8_0.decode,
-            refuse=q8_0.refuse,
-            limit=q8_0.limit,
-            largest=q8_0.largest,
-            fault_of_codes=q8_0.fault_of_codes,
-            fault_of_scales=lambda scales: None,
-            row_bytes=q8_0.row_bytes,
-            channels=q8_0.CHANNELS,
-        ),
-    )
-}
+# Rows that hold whole groups of channels, their scales among them: those of ggml.
+_Q8_0 = Format(
+    name="q8_0",
+    c_code=104,
+    bits=8,
+    encode=q8_0.encode,
+    decode=q8_0.decode,
+    refuse=q8_0.refuse,
+    limit=q8_0.limit,
+    largest=q8_0.largest,
+    fault_of_codes=q8_0.fault_of_codes,
+    row_bytes=q8_0.row_bytes,
+    channels=q8_0.CHANNELS,
+)
 
 #: What rows are stored as after a random rotation; no dtype of layers, which rotate none.
 GRIDS: dict[str, Format] = {row.name: row for row in map(_grid, range(2, 9))}
 
-
-_OF_ROWS = FORMATS | IN_GROUPS
+_OF_ROWS = FORMATS | {_Q8_0.name: _Q8_0}
 #: Of layers that encode runs of 32 tokens together, and hold the last tokens in another format.
 IN_RUNS: dict[str, Format] = {f"kivi{bits}": _in_parts(f"kivi{bits}", bits) for bits in (2, 4, 8)}
 #: Of a side of such a layer, whose other side may be in rows.

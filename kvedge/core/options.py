@@ -51,7 +51,6 @@ class _Arguments(TypedDict, total=False):
     softcap: float | None
     alibi_slopes: Array | None
     precision_bits: PrecisionBits
-    tolerance: float
     num_threads: int | None
     layout: Layout
 
@@ -119,7 +118,6 @@ class AttendOptions:
     mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
     start: int = 0  # the first token that is seen
     precision_bits: int = 0  # 8, 16 or 24; 0: what is needed; PRECISION_AUTO
-    tolerance: float = 0.0  # share of the softmax mass that a row may leave out, below 1
     return_lse: bool = False
     num_threads: int = 0  # 0: the default
 
@@ -148,7 +146,6 @@ class AttendOptions:
         start: Any = 0,
         alibi_slopes: Any = None,
         precision_bits: Any = None,
-        tolerance: Any = 0.0,
         return_lse: Any = False,
         num_threads: Any = None,
     ) -> AttendOptions:
@@ -194,8 +191,6 @@ class AttendOptions:
             options["alibi_slopes"] = as_vector(alibi_slopes, "alibi_slopes", num_heads)
         if precision_bits is not None:
             options["precision_bits"] = _precision_bits(precision_bits)
-        if tolerance.__class__ is not float or tolerance:
-            options["tolerance"] = as_tolerance(tolerance)
         if return_lse is not False:
             options["return_lse"] = as_bool(return_lse, "return_lse")
         if num_threads is not None:
@@ -234,17 +229,6 @@ def as_num_threads(num_threads: Any) -> int:
     if not 1 <= number <= MAX_THREADS:
         raise InvalidArgumentError(f"num_threads must be from 1 to {MAX_THREADS}, not {number}")
     return number
-
-
-def as_tolerance(tolerance: Any) -> float:
-    """`tolerance` as a float that is a float32 from 0 to below 1."""
-    number = as_float(tolerance, "tolerance")
-    share = float(np.float32(number)) if abs(number) <= 1 else number
-    if not 0 <= share < 1:
-        raise InvalidArgumentError(
-            f"tolerance must be a share of the softmax mass, from 0 to below 1, not {number:g}"
-        )
-    return share
 
 
 def _precision_bits(value: Any) -> int:

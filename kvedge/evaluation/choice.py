@@ -28,7 +28,7 @@ _NOT_A_CHOICE = (
 )
 _EVICTION = "eviction_"  # before the names of Eviction's options
 _STATES = "state_dtype"  # an argument of KvedgeCache
-_ATTENTION = ("precision_bits", "tolerance")  # arguments of attend(), not of the cache
+_ATTENTION = ("precision_bits",)  # arguments of attend(), not of the cache
 
 # What is compared unless asked otherwise, beside what is recommended and every format as it is.
 _VARIANTS = (
@@ -65,7 +65,7 @@ def parse_choices(texts: Iterable[str]) -> list[CacheChoice]:
         ``small`` for what is recommended, then perhaps a colon and options:
         ``"float16,int8:group_size=32,key_offset=auto,bfloat16"``. A part with ``=`` and without
         ``:`` is a further option of the format before it. Options are arguments of
-        :class:`kvedge.KVCache`, and ``precision_bits`` and ``tolerance`` of its ``attend``;
+        :class:`kvedge.KVCache`, and ``precision_bits`` of its ``attend``;
         ``eviction=snapkv,eviction_tokens=512`` are those of :class:`kvedge.Eviction`;
         ``state_dtype=bfloat16`` is for models of transformers with states. Or the file of a
         :class:`kvedge.LayerPolicy`, whose name ends with ``.json``; of options it takes those of

@@ -200,12 +200,6 @@ class KvLayer(ConfigFacts):
             int4, which costs ten times as much and more, else what it takes by default. See
             docs/numerics.md. :func:`kvedge.isa_info` tells which the path in use has: others count
             as the next more.
-        tolerance : float
-            The share of the softmax mass that each row of each head may leave out, from 0 (exact)
-            to below 1. Blocks of 16 values that together hold no more are neither read nor
-            multiplied, so the error grows by at most ``tolerance * max|value|``, whatever the
-            data; `lse` stays exact. The NumPy backend reads all, which is within any tolerance.
-            See docs/numerics.md.
         return_lse : bool
             Return the logarithm of each softmax denominator, learned sinks included, as well; with
             it, :func:`kvedge.merge_attention` merges results over parts of a context.

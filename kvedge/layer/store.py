@@ -7,7 +7,7 @@ kvedge/backends/numpy/layer.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -155,8 +155,8 @@ class LayerStore(Protocol):
         Keys are as they are stored: :func:`kvedge.layer.reading.read_rows` turns them.
         """
 
-    def attend(self, query: Array, options: Mapping[str, object]) -> Floats | tuple[Floats, Floats]:
-        """As of a layer, with those of its options that were given."""
+    def attend(self, query: Array, options: dict[str, object]) -> Floats | tuple[Floats, Floats]:
+        """As of a layer, with those of its options that were given; the dict is changed."""
 
     def scores(self, query: Array, *, scale: float | None = None) -> Floats:
         """As of a layer."""

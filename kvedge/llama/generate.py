@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import KVCache
-from ..core.options import PrecisionBits, as_tolerance
+from ..core.options import PrecisionBits
 from ..errors import CapacityExceededError, InvalidArgumentError
 from .model import LlamaModel
 from .sampling import Sampler
@@ -64,7 +64,6 @@ class Generation(Iterator[Piece]):
         chunk: int,
         num_threads: int | None,
         precision_bits: PrecisionBits,
-        tolerance: float,
         before: Sequence[int],
         stop: Sequence[str],
         incomplete: bool,
@@ -87,7 +86,6 @@ class Generation(Iterator[Piece]):
         self._chunk = chunk
         self._num_threads = num_threads
         self._precision_bits = precision_bits
-        self._tolerance = tolerance
         self._stop = stop
         self._incomplete = incomplete
         self._pieces = self._run()
@@ -161,7 +159,6 @@ class Generation(Iterator[Piece]):
             last_only=True,
             num_threads=self._num_threads,
             precision_bits=self._precision_bits,
-            tolerance=self._tolerance,
         )  # (vocab_size,)
 
     def _is_full(self) -> bool:
@@ -198,7 +195,6 @@ def generate(
     chunk: int = 512,
     num_threads: int | None = None,
     precision_bits: PrecisionBits = None,
-    tolerance: float = 0.0,
     incomplete: bool = True,
 ) -> Generation:
     """Continue a prompt, token by token.
@@ -236,8 +232,6 @@ def generate(
         Prompt tokens run through the model at once.
     precision_bits : 8, 16, 24 or "auto", optional
         Of attention's products, as of ``attend``.
-    tolerance : float
-        The share of the softmax mass that attention may leave out, as of ``attend``; 0: none.
     num_threads : int, optional
         Threads for attention.
     incomplete : bool
@@ -316,7 +310,6 @@ def generate(
         chunk,
         num_threads,
         precision_bits,
-        as_tolerance(tolerance),
         before,
         stop,
         incomplete,

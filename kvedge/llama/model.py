@@ -158,7 +158,6 @@ class LlamaModel:
         last_only: bool = False,
         num_threads: int | None = None,
         precision_bits: PrecisionBits = None,
-        tolerance: float = 0.0,
     ) -> np.ndarray:
         """Run tokens through the model and append their keys and values to the cache.
 
@@ -175,7 +174,6 @@ class LlamaModel:
         last_only : bool
             Compute the logits of the last token only: what generation needs of a prompt.
         num_threads, precision_bits : int, optional
-        tolerance : float
             Passed on to ``cache.attend``.
 
         Returns
@@ -238,7 +236,6 @@ class LlamaModel:
                     q,
                     num_threads=num_threads,
                     precision_bits=precision_bits,
-                    tolerance=tolerance,
                     **self._attention_options(i, cache),
                 )
                 h = product(attended.reshape(n, -1), layer.wo, num_threads)  # (n, dim)

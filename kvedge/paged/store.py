@@ -34,7 +34,7 @@ class BlockPart(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows of one sequence and what they attend to; the C struct kvedge_sequence."""
+    """Query rows of one sequence and what they attend to."""
 
     table: np.ndarray  # int32 (blocks,)
     length: int  # tokens

@@ -57,7 +57,6 @@ class KvedgeCache(Cache):
         policy: LayerPolicy | str | os.PathLike[str] | None = None,
         eviction: Eviction | str | Mapping[str, Any] | None = None,
         precision_bits: PrecisionBits = None,
-        tolerance: float = 0.0,
         num_threads: int | None = None,
         state_dtype: str | None = None,
         checkpoints: int = 4,
@@ -86,7 +85,6 @@ class KvedgeCache(Cache):
             tokens: ``"snapkv:tokens=512"``. Each row of a batch has the budget in tokens, all
             together that in bytes. By default none are forgotten.
         precision_bits : 8, 16, 24 or "auto", optional
-        tolerance : float
             As of ``attend``.
         num_threads : int, optional
             Threads of attention; by default ``torch.get_num_threads()`` at each call.
@@ -132,7 +130,6 @@ class KvedgeCache(Cache):
         self._options = StoreOptions(
             storage=stored,
             precision_bits=precision_bits,
-            tolerance=tolerance,
             num_threads=num_threads,
             shares_rows=shares_rows(config),
             state_dtype=as_state_dtype(state_dtype),

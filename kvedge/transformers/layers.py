@@ -338,7 +338,6 @@ class KvedgeLayer(CacheLayerMixin):
             mask=mask,
             start=start,
             precision_bits=self._options.precision_bits,
-            tolerance=self._options.tolerance,
             out=out.transpose(1, 2),
             num_threads=self._options.num_threads or torch.get_num_threads(),
             layout="hnd",

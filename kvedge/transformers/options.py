@@ -76,7 +76,6 @@ class StoreOptions:
 
     storage: dict[str, Any]  # of NAMES: what was given or is recommended
     precision_bits: PrecisionBits
-    tolerance: float
     num_threads: int | None  # None: as many as torch uses
     shares_rows: bool  # some layers of the model read the rows of another
     state_dtype: str | None = None  # of recurrent states; None: that of the model
@@ -93,7 +92,7 @@ class StoreOptions:
             if name not in NAMES:
                 raise InvalidArgumentError(
                     f"{name} is no option of a KvedgeCache: it has {', '.join(NAMES)}, "
-                    "precision_bits, tolerance and num_threads"
+                    "precision_bits and num_threads"
                 )
             if is_for_each_layer(value) and len(value) != num_layers:
                 raise InvalidArgumentError(
@@ -106,7 +105,6 @@ class StoreOptions:
             1,
             1,
             precision_bits=self.precision_bits,
-            tolerance=self.tolerance,
             num_threads=self.num_threads,
         )
         for index in range(num_layers):

@@ -388,7 +388,6 @@ def _saved_options(options: Any) -> dict[str, Any]:
         **eviction,
         **options.storage,
         "precision_bits": options.precision_bits,
-        "tolerance": options.tolerance,
     }
     return {name: _ROWS if _has_arrays(value) else value for name, value in saved.items()}
 
@@ -477,6 +476,7 @@ def _read(folder: str, config: Any, of: Any) -> Saved:
             )
         files = [_read_rows(folder, file, fields["conversation"]) for file in fields["files"]]
         options = dict(fields["options"])
+        options.pop("tolerance", None)  # of earlier versions, which could leave values unread
         if "eviction" in options:
             options["eviction"] = Eviction.saved(options["eviction"])
         rows = [

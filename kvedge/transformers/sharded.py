@@ -157,7 +157,6 @@ class KvedgeShardedLayer(KvedgeLayer):
         threads = self._options.num_threads or torch.get_num_threads()
         passed = {"scale": scale, "softcap": softcap, "num_threads": threads}
         passed["precision_bits"] = self._options.precision_bits
-        passed["tolerance"] = self._options.tolerance
         start = [0] * batch
         if starts is not None:
             start = [before + own for own in starts]

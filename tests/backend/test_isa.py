@@ -188,19 +188,6 @@ def test_an_empty_choice_is_no_choice():
     assert run(["-c", USE], backend="", isa="").returncode == 0
 
 
-@pytest.mark.subprocess
-def test_an_unknown_backend_is_a_clear_error():
-    done = run(["-c", USE], backend="cuda")
-    last = done.stderr.strip().splitlines()[-1]
-    assert "BackendUnavailableError" in last and "cuda" in last and "numpy" in last
-
-
-@pytest.mark.subprocess
-def test_the_numpy_backend_says_so():
-    info = worker("numpy")["info"]
-    assert info["backend"] == info["isa"] == "numpy" and "KVEDGE_BACKEND" in info["reason"]
-
-
 def test_what_is_asked_for_is_what_runs():
     info = kvedge.isa_info()
     assert info["backend"] == kvedge.backend

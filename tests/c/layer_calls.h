@@ -23,4 +23,13 @@ static inline kvedge_attention_call call_on(const kvedge_layer *layer, const flo
                                  .options = options};
 }
 
+/* On a part of a layer, such as the blocks of a sequence. */
+static inline kvedge_attention_call call_on_part(const kvedge_part *part, const float *query, int64_t num_rows,
+                                                 int num_heads, const kvedge_attention_options *options, float *out,
+                                                 float *lse) {
+  kvedge_attention_call call = call_on(part->layer, query, num_rows, num_heads, options, out, lse);
+  call.layer = NULL, call.parts = part, call.num_parts = 1;
+  return call;
+}
+
 #endif

@@ -1,6 +1,7 @@
 /* Batches: layers of their own, attended to and appended to in one call, from arrays with strides; and sequences of a
  * pool. Held against kvedge_attend and kvedge_layer_append, whose arrays are dense float32, bit for bit. */
 #include "check.h"
+#include "layer_calls.h"
 #include "formats/half.h"
 #include "kvedge.h"
 
@@ -610,27 +611,32 @@ static void test_errors_of_a_batch(void) {
   CHECK(kvedge_layer_write(pool, 0, rows, rows, 5 * BLOCK) == KVEDGE_OK);
   for (int i = 0; i < NUM * HEADS * DIM; i++) query[i / (HEADS * DIM)][i % (HEADS * DIM)] = rows[i];
   memset(out, UNTOUCHED, sizeof out), memset(lse, UNTOUCHED, sizeof lse);
-  kvedge_sequence good[NUM], all[NUM];
-  for (int s = 0; s < NUM; s++)
-    good[s] = (kvedge_sequence){
-        .blocks = blocks, .len = 4 * s + 1, .query = query[s], .num_rows = 1, .out = out[s], .lse = lse[s]};
+  kvedge_part parts[NUM], bad;
+  kvedge_attention_options options;
+  kvedge_attention_call good[NUM], all[NUM];
+  kvedge_attention_defaults(&options);
+  for (int s = 0; s < NUM; s++) {
+    parts[s] = (kvedge_part){.layer = pool, .num_tokens = 4 * s + 1, .blocks = blocks, .block_size = BLOCK};
+    good[s] = call_on_part(&parts[s], query[s], 1, HEADS, &options, out[s], lse[s]);
+  }
 #define BATCH_REFUSED(status, change)                                                                                  \
-  memcpy(all, good, sizeof all);                                                                                       \
-  all[NUM - 1].change;                                                                                                 \
-  for (int threads = 1; threads <= 2; threads++)                                                                       \
-  CHECK(kvedge_attend_batch(pool, BLOCK, all, NUM, HEADS, NULL, threads) == status)
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, blocks = NULL);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, len = 0);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, num_rows = 10);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, query = NULL);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, out = NULL);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, start = -1);
-  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, start = 4 * NUM);
+  memcpy(all, good, sizeof all), bad = parts[NUM - 1];                                                                 \
+  all[NUM - 1].parts = &bad;                                                                                           \
+  change;                                                                                                              \
+  for (int threads = 1; threads <= 2; threads++) CHECK(kvedge_attend_layers(all, NUM, threads) == status)
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, bad.block_size = 0);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, bad.num_tokens = 0);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, all[NUM - 1].num_rows = 10);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, all[NUM - 1].query.data = NULL);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, all[NUM - 1].out.data = NULL);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, options.start = -1);
+  BATCH_REFUSED(KVEDGE_ERROR_ARGUMENT, options.start = 4 * NUM);
+  options.start = 0;
   query[NUM - 1][HEADS * DIM - 1] = INFINITY;
-  BATCH_REFUSED(KVEDGE_ERROR_NONFINITE, num_rows = 1);
+  BATCH_REFUSED(KVEDGE_ERROR_NONFINITE, (void)0);
   CHECK(is_untouched(out, sizeof out) && is_untouched(lse, sizeof lse));
   query[NUM - 1][HEADS * DIM - 1] = 1.0f;
-  CHECK(kvedge_attend_batch(pool, BLOCK, good, NUM, HEADS, NULL, 2) == KVEDGE_OK);
+  CHECK(kvedge_attend_layers(good, NUM, 2) == KVEDGE_OK);
   CHECK(!is_untouched(out[NUM - 1], sizeof out[0]));
   kvedge_layer_destroy(pool), free(rows);
   end();

@@ -338,81 +338,6 @@ static void edit(arena *a, const kvedge_allocator *allocator) {
   kvedge_layer_destroy(copy);
 }
 
-/* ---- one writer that appends and drops, beside readers, in memory of the program's own -------------------- */
-
-typedef struct {
-  kvedge_layer *layer;
-  arena *memory;
-  atomic_int done;
-} stream;
-
-static void stream_row(int64_t token, float *key, float *value) {
-  for (int i = 0; i < KV_HEADS * DIM; i++) key[i] = 0.01f * (float)(i % 5);
-  for (int i = 0; i < KV_HEADS * VALUE_DIM; i++) value[i] = (float)(token + 1);
-}
-
-static void *write_stream(void *argument) {
-  stream *s = argument;
-  float key[KV_HEADS * DIM], value[KV_HEADS * VALUE_DIM];
-  for (int64_t token = 64; token < MOST; token++) {
-    stream_row(token, key, value);
-    OK(kvedge_layer_append(s->layer, key, value, 1));
-    if (token % 3 == 0) OK(kvedge_layer_drop_first(s->layer, 3));
-  }
-  atomic_store(&s->done, 1);
-  return NULL;
-}
-
-/* Keys are alike, so attention is the mean of the values: it tells which tokens were seen. */
-static void *read_stream(void *argument) {
-  stream *s = argument;
-  float query[HEADS * DIM], out[HEADS * VALUE_DIM], row[KV_HEADS * VALUE_DIM];
-  for (int i = 0; i < HEADS * DIM; i++) query[i] = 0.1f;
-  const size_t bytes = 1 << 19; /* for any length of the stream */
-  void *scratch = take(s->memory, bytes);
-  int wrong = 0;
-  while (!atomic_load(&s->done)) {
-    kvedge_attention_options options;
-    kvedge_attention_defaults(&options);
-    options.num_tokens = kvedge_layer_range(s->layer, &options.first_row);
-    const kvedge_attention_call call = call_on(s->layer, query, &options, out, NULL);
-    kvedge_slices *slices;
-    wrong += kvedge_slices_bytes(&call, 1, 1) > bytes;
-    wrong += kvedge_slices_init(scratch, bytes, &call, 1, 1, &slices) != KVEDGE_OK;
-    for (int slice = 0; slice < kvedge_slices_count(slices); slice++) kvedge_slices_run(slices, slice, -1, 0);
-    wrong += kvedge_layer_get(s->layer, 1, options.first_row, 0, 1, row) != KVEDGE_OK;
-    const float first = (float)(options.first_row + 1), last = (float)(options.first_row + options.num_tokens);
-    wrong += fabsf(out[3] - 0.5f * (first + last)) > 2e-4f * last || fabsf(row[1] - first) > 0.01f * first;
-  }
-  CHECK(wrong == 0);
-  arena_release(s->memory, scratch, bytes);
-  return NULL;
-}
-
-static void beside_a_writer(arena *a) {
-  const kvedge_layer_config config = {
-      .format = KVEDGE_INT8, .capacity = MOST, .num_kv_heads = KV_HEADS, .head_dim = DIM, .value_head_dim = VALUE_DIM};
-  const size_t bytes = kvedge_layer_bytes(&config);
-  void *memory = take(a, bytes);
-  stream s = {.memory = a};
-  pthread_t writer, readers[2];
-  float key[KV_HEADS * DIM], value[KV_HEADS * VALUE_DIM];
-  OK(kvedge_layer_init(memory, bytes, &config, NULL, &s.layer));
-  for (int64_t token = 0; token < 64; token++) {
-    stream_row(token, key, value);
-    OK(kvedge_layer_append(s.layer, key, value, 1));
-  }
-  for (int i = 0; i < 2; i++) pthread_create(&readers[i], NULL, read_stream, &s);
-  pthread_create(&writer, NULL, write_stream, &s);
-  pthread_join(writer, NULL);
-  for (int i = 0; i < 2; i++) pthread_join(readers[i], NULL);
-  CHECK(kvedge_layer_append(s.layer, key, value, 1) == KVEDGE_ERROR_CAPACITY); /* rows of dropped tokens are used up */
-  OK(kvedge_layer_compact(s.layer));
-  OK(kvedge_layer_append(s.layer, key, value, 1));
-  kvedge_quiesce();
-  arena_release(a, memory, bytes);
-}
-
 /* ---- sequences in blocks: a prompt that two share, and go on from ------------------------------------------ */
 
 enum { BLOCKS = 24, BLOCK = 16 };
@@ -446,11 +371,15 @@ static void paged(arena *a) {
   write_blocks(pool, tables[1], PROMPT, keys, values, 1);
   float query[HEADS * DIM], outs[2][HEADS * DIM], expected[HEADS * DIM];
   fill(query, HEADS * DIM, &state);
-  kvedge_sequence sequences[2] = {
-      {.blocks = tables[0], .len = PROMPT + 1, .query = query, .num_rows = 1, .out = outs[0]},
-      {.blocks = tables[1], .len = PROMPT + 1, .query = query, .num_rows = 1, .out = outs[1]}
-  };
-  OK(kvedge_attend_batch(pool, BLOCK, sequences, 2, HEADS, NULL, 2));
+  kvedge_part parts[2];
+  kvedge_attention_call calls[2];
+  for (int i = 0; i < 2; i++) {
+    parts[i] = (kvedge_part){.layer = pool, .num_tokens = PROMPT + 1, .blocks = tables[i], .block_size = BLOCK};
+    calls[i] = call_on(NULL, query, NULL, outs[i], NULL);
+    calls[i].out = calls[i].query, calls[i].out.data = outs[i]; /* values are as wide as keys */
+    calls[i].parts = &parts[i], calls[i].num_parts = 1;
+  }
+  OK(kvedge_attend_layers(calls, 2, 2));
   kvedge_layer *flat;
   OK(kvedge_layer_create(&config, NULL, &flat));
   for (int i = 0; i < 2; i++) {
@@ -464,70 +393,6 @@ static void paged(arena *a) {
   kvedge_quiesce();
   arena_release(a, keys, 2 * (PROMPT + 1) * ROW * sizeof *keys);
   arena_release(a, memory, bytes);
-}
-
-/* ---- calls on several layers, 16-bit arrays with strides --------------------------------------------------------- */
-
-static void batches(arena *a, const kvedge_allocator *allocator) {
-  enum { ROWS = 3 };
-  kvedge_layer *rows[ROWS];
-  const kvedge_layer_config config = {
-      .format = KVEDGE_FLOAT32, .capacity = 64, .num_kv_heads = KV_HEADS, .head_dim = DIM};
-  /* bfloat16, heads before tokens, a hole after each row; of batch row i from element i * KV_HEADS * 50 * 40 on */
-  const size_t size = (size_t)ROWS * KV_HEADS * 50 * 40 * sizeof(uint16_t);
-  uint16_t *keys = take(a, size);
-  kvedge_array arrays[ROWS];
-  for (size_t i = 0; i < size / sizeof *keys; i++) keys[i] = (uint16_t)(0x3f00 + i % 97);
-  for (int i = 0; i < ROWS; i++) {
-    OK(kvedge_layer_create(&config, allocator, &rows[i]));
-    arrays[i] = (kvedge_array){.data = keys + i * KV_HEADS * 50 * 40,
-                               .type = KVEDGE_TYPE_BFLOAT16,
-                               .token_stride = 80,
-                               .head_stride = 50 * 80};
-  }
-  OK(kvedge_layers_append(rows, arrays, arrays, ROWS, 50));
-  CHECK(kvedge_layers_append(rows, arrays, arrays, ROWS, 15) == KVEDGE_ERROR_CAPACITY &&
-        kvedge_layer_len(rows[0]) == 50);
-  float query[ROWS][HEADS][DIM], out[ROWS][HEADS][DIM], alone[HEADS][DIM];
-  unsigned state = 3;
-  fill(&query[0][0][0], ROWS * HEADS * DIM, &state);
-  kvedge_attention_options options[ROWS];
-  kvedge_attention_call calls[ROWS];
-  memset(calls, 0, sizeof calls);
-  for (int i = 0; i < ROWS; i++) {
-    kvedge_attention_defaults(&options[i]);
-    options[i].start = 7 * i; /* left padding */
-    calls[i].layer = rows[i];
-    calls[i].query =
-        (kvedge_array){.data = query[i], .token_stride = sizeof query[i], .head_stride = sizeof query[i][0]};
-    calls[i].out = (kvedge_array){.data = out[i], .token_stride = sizeof out[i], .head_stride = sizeof out[i][0]};
-    calls[i].num_rows = 1, calls[i].num_heads = HEADS, calls[i].options = &options[i];
-  }
-  OK(kvedge_attend_layers(calls, ROWS, 2));
-  for (int i = 0; i < ROWS; i++) {
-    OK(kvedge_attend(rows[i], query[i][0], 1, HEADS, &options[i], 1, alone[0], NULL));
-    CHECK(!memcmp(alone, out[i], sizeof alone));
-  }
-  /* The first layer's tokens and the second's as parts of one sequence: as if they lay in one. */
-  const kvedge_part parts[2] = {
-      {.layer = rows[0], .first_row = -1, .num_tokens = 50, .position = 0 },
-      {.layer = rows[1], .first_row = -1, .num_tokens = 50, .position = 50}
-  };
-  kvedge_attention_call call = calls[0];
-  call.layer = NULL, call.parts = parts, call.num_parts = 2, call.options = NULL;
-  OK(kvedge_attend_layers(&call, 1, 1));
-  kvedge_layer *both = NULL;
-  kvedge_layer_config larger = config;
-  larger.capacity = 128;
-  OK(kvedge_layer_create(&larger, NULL, &both));
-  OK(kvedge_layers_append(&both, &arrays[0], &arrays[0], 1, 50));
-  OK(kvedge_layers_append(&both, &arrays[1], &arrays[1], 1, 50));
-  double expected[HEADS * DIM];
-  reference(both, query[0][0], 0, expected);
-  CHECK(is_close(out[0][0], expected, HEADS * DIM));
-  kvedge_layer_destroy(both);
-  for (int i = 0; i < ROWS; i++) kvedge_layer_destroy(rows[i]);
-  arena_release(a, keys, size);
 }
 
 /* ---- a session, away and back ------------------------------------------------------------------------------------- */
@@ -616,9 +481,7 @@ int main(void) {
   edit(&memory, &allocator);
   session(&t, &memory, &allocator);
   for (int i = 0; i < LAYERS; i++) kvedge_layer_destroy(layers[i].layer);
-  beside_a_writer(&memory);
   paged(&memory);
-  batches(&memory, &allocator);
   finish(&t);
   CHECK(atomic_load(&memory.blocks) == 0 && atomic_load(&memory.bytes) == 0);
   printf("%d passed, %d failed\n", passed, failed);

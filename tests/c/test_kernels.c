@@ -229,42 +229,6 @@ static void test_softmax(void) {
   end();
 }
 
-/* ---- blocks that may be left out ---- */
-
-/* A block may be named though no query has so much there, if all of them together have; never the other way. */
-static void heavy_case(int num_queries, int num_blocks) {
-  const size_t row = KVEDGE_TILE, n = (size_t)num_queries;
-  block p_block = new_block(n * row * 4), factor_block = new_block(n * 4);
-  float *p = p_block.data, *factor = factor_block.data;
-  const float exponent = (float)random_below(40);
-  for (size_t i = 0; i < n; i++) factor[i] = random_below(8) ? exp2f(exponent * (float)random_unit()) : 0.0f;
-  for (size_t i = 0; i < n * row; i++) {
-    p[i] = (int)(i % row) < num_blocks * KVEDGE_BLOCK ? exp2f(-exponent * (float)random_unit()) / 16 : NAN;
-    if (random_below(3) == 0 && !isnan(p[i])) p[i] = 0.0f;
-  }
-  const uint32_t heavy = kernels->rows->heavy_blocks(p, num_queries, num_blocks, factor);
-  CHECK(num_blocks == KVEDGE_TILE_BLOCKS || heavy >> num_blocks == 0);
-  for (int b = 0; b < num_blocks; b++) {
-    double most = 0.0, together = 0.0;
-    for (size_t i = 0; i < n; i++) {
-      double sum = 0.0;
-      for (int t = 0; t < KVEDGE_BLOCK; t++) sum += (double)p[i * row + (size_t)(b * KVEDGE_BLOCK + t)] * factor[i];
-      most = fmax(most, sum), together += sum;
-    }
-    const int is_heavy = heavy >> b & 1;
-    if (is_heavy ? together < 1 - 1e-5 : most > 1 + 1e-5) fail("%d queries, block %d: %.9g", num_queries, b, most);
-  }
-  end_case();
-  free_block(&p_block), free_block(&factor_block);
-}
-
-static void test_heavy_blocks(void) {
-  begin("%s heavy_blocks", kernels->name);
-  for (int num_queries = 1; num_queries <= KVEDGE_QUERY_ROWS; num_queries++)
-    for (int num_blocks = 0; num_blocks <= KVEDGE_TILE_BLOCKS; num_blocks++) heavy_case(num_queries, num_blocks);
-  end();
-}
-
 /* ---- rows of results ---- */
 
 static void test_merge_row(void) {
@@ -335,7 +299,6 @@ static void test_table(void) {
   test_dequantize();
   test_transpose_scales();
   test_softmax();
-  test_heavy_blocks();
   test_merge_row();
   test_scale_row();
   test_read_bytes();

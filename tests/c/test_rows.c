@@ -434,7 +434,6 @@ static void check_refused(void) {
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.out.token_stride = 4);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.num_tokens = 1);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.start = 1);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.tolerance = 0.1f);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.window = -1);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.bias_factors = factors, factors[1] = 0.0f);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad.options = &options, options.bias = t.bias, options.half_bias = t.half_bias);

@@ -1,8 +1,8 @@
 /* Runs of tokens (KVEDGE_KIVI2, 4, 8), beside runs or rows: attention over them is that over the decoded tokens, whatever
  * part of a run a call begins or ends with; and what is refused. */
 #include "check.h"
+#include "layer_calls.h"
 #include "kvedge.h"
-#include "system/measuring.h"
 
 #define ONE_OF(...) (int[]){__VA_ARGS__}[random_below(sizeof((int[]){__VA_ARGS__}) / sizeof(int))]
 
@@ -31,32 +31,24 @@ static void attend_in_blocks(const kvedge_layer_config *given, const float *key_
   for (int i = 0; i < seen; i += 32)
     CHECK(kvedge_layer_write(pool, (int64_t)table[1 + i / size] * size + i % size, keys + i * key, values + i * value,
                              32) == KVEDGE_OK);
-  const int dim = given->head_dim, value_dim = given->value_head_dim;
-  const size_t outs = (size_t)(rows * num_heads * value_dim);
+  const size_t outs = (size_t)(rows * num_heads * given->value_head_dim);
   float *out = malloc(outs * sizeof *out);
-  kvedge_sequence sequence = {.blocks = table + 1, .len = seen, .query = query, .num_rows = rows, .out = out};
-  const kvedge_part part = {
+  kvedge_part part = {
       .layer = pool, .first_row = size + first, .num_tokens = seen - first, .blocks = table, .block_size = size};
-  const kvedge_attention_call call = {
-      .parts = &part,
-      .num_parts = 1,
-      .num_rows = rows,
-      .num_heads = num_heads,
-      .query = {(void *)(uintptr_t)query, KVEDGE_TYPE_FLOAT32, num_heads * dim * 4,       dim * 4      },
-      .out = {out,                      KVEDGE_TYPE_FLOAT32, num_heads * value_dim * 4, value_dim * 4},
-      .options = o
-  };
+  const kvedge_attention_call call = call_on_part(&part, query, rows, num_heads, o, out, NULL);
   float largest = 0.0f;
   for (size_t i = 0; i < outs; i++) largest = fmaxf(largest, fabsf(expected[i]));
   for (int i = 0; i < 4; i += first ? 2 : 1) {
     memset(out, -1, outs * sizeof *out);
-    if (i % 2) CHECK(kvedge_attend_batch(pool, size, &sequence, 1, num_heads, o, i) == KVEDGE_OK);
-    else CHECK(kvedge_attend_layers(&call, 1, i + 1) == KVEDGE_OK);
+    part.first_row = size + first, part.blocks = table;
+    if (i % 2) part.first_row = 0, part.blocks = table + 1;
+    CHECK(kvedge_attend_layers(&call, 1, 1 + i / 2) == KVEDGE_OK);
     for (size_t j = 0; j < outs; j++)
       if (!(fabsf(out[j] - expected[j]) <= 2e-4f * largest)) fail("in blocks %.9g, not %.9g", out[j], expected[j]);
     end_case();
   }
-  CHECK(kvedge_attend_batch(pool, 16, &sequence, 1, num_heads, o, 1) == KVEDGE_ERROR_ARGUMENT);
+  part.block_size = 16;
+  CHECK(kvedge_attend_layers(&call, 1, 1) == KVEDGE_ERROR_ARGUMENT);
   kvedge_layer_destroy(pool);
   free(out);
 }
@@ -129,43 +121,6 @@ static void attend_case(void) {
   free(keys_given), free(values_given), free(scale);
 }
 
-/* What a tolerance leaves out of runs that are read from within one: a prompt, and a token. */
-static void tolerance_case(void) {
-  enum { LEN = 640, HEADS = 4, DIM = 64, MOST_ROWS = 16 };
-  const int rows = ONE_OF(1, MOST_ROWS), first = random_below(32);
-  const kvedge_layer_config config = {
-      .format = ONE_OF(KVEDGE_KIVI4, KVEDGE_KIVI8), .capacity = LEN, .num_kv_heads = 1, .head_dim = DIM};
-  kvedge_layer *layer;
-  float *keys = random_floats(LEN * DIM, 1.0f), *values = random_floats(LEN * DIM, 1.0f);
-  float *query = random_floats((size_t)(rows * HEADS * DIM), 20.0f);
-  for (int i = DIM; i < rows * HEADS * DIM; i++) query[i] = query[i % DIM]; /* all wait for the same few tokens */
-  float out[MOST_ROWS * HEADS * DIM], expected[MOST_ROWS * HEADS * DIM], largest = 0.0f;
-  CHECK(kvedge_layer_create(&config, NULL, &layer) == KVEDGE_OK);
-  CHECK(kvedge_layer_append(layer, keys, values, LEN) == KVEDGE_OK);
-  kvedge_attention_options o;
-  kvedge_attention_defaults(&o);
-  o.first_row = first, o.num_tokens = LEN - first;
-  CHECK(kvedge_attend(layer, query, rows, HEADS, &o, 1, expected, NULL) == KVEDGE_OK);
-  o.tolerance = 0.01f;
-  CHECK(kvedge_attend(layer, query, rows, HEADS, &o, 1, out, NULL) == KVEDGE_OK);
-  for (int i = 0; i < LEN * DIM; i++) largest = fmaxf(largest, fabsf(values[i]));
-  for (int i = 0; i < rows * HEADS * DIM; i++)
-    if (!(fabsf(out[i] - expected[i]) <= (o.tolerance + 2e-4f) * largest)) fail("%.9g, not %.9g", out[i], expected[i]);
-  end_case();
-  kvedge_layer_destroy(layer);
-  free(keys), free(values), free(query);
-}
-
-static void test_tolerance(void) {
-  int64_t seen, dropped, none;
-  begin("runs that a tolerance leaves out");
-  kvedge_tolerance_counts(&seen, &none);
-  for (int i = 0; i < 40; i++) tolerance_case();
-  kvedge_tolerance_counts(&seen, &dropped);
-  CHECK(dropped > none);
-  end();
-}
-
 static void test_attention(void) {
   begin("attention over runs");
   const int count = getenv("KVEDGE_TEST_SHORT") ? 40 : 200;
@@ -216,7 +171,6 @@ static void test_refused(int values_format) {
 
 int main(void) {
   test_attention();
-  test_tolerance();
   test_refused(0);
   test_refused(KVEDGE_VALUES(KVEDGE_INT8));
   return report();

@@ -18,7 +18,6 @@ enum { LIMIT = KVEDGE_STACK_BYTES };
 typedef struct {
   kvedge_layer_config config;
   int num_rows, is_masked;
-  float tolerance;
 } stack_case;
 
 static float keys[TOKENS * KV_HEADS * DIM], query[ROWS * HEADS * DIM], out[ROWS * HEADS * DIM], row[KV_HEADS * DIM];
@@ -94,7 +93,6 @@ static void *use_layer(void *argument) {
   CHECK(kvedge_layer_append(layer, keys, keys, TOKENS) == KVEDGE_OK);
   kvedge_attention_options o;
   kvedge_attention_defaults(&o);
-  o.tolerance = c->tolerance;
   if (c->is_masked) o.mask = mask, o.mask_strides[1] = TOKENS, o.mask_strides[2] = 1;
   for (int bits = 0; bits <= 24; bits += 8) {
     o.precision_bits = bits;
@@ -163,8 +161,7 @@ int main(void) {
                        .head_dim = kind == 1 ? 100 : DIM},
             .num_rows = (int[]){1, 3, ROWS}
               [kind],
-            .is_masked = kind == 2,
-            .tolerance = kind == 1 ? 1e-3f : 0.0f
+            .is_masked = kind == 2
         };
         const size_t used = stack_used(use_layer, &c) - of_thread;
         if (used > LIMIT) fail("format %d, %d rows: %zu bytes", formats[f], c.num_rows, used);

@@ -434,7 +434,8 @@ static void *read_pool(void *argument) {
   float *out = malloc(sizeof(float) * NUM_SEQUENCES * MAX_ROWS * HEADS * DIM), lse[NUM_SEQUENCES][MAX_ROWS * HEADS];
   for (int last = 0; !last;) {
     last = atomic_load(&writer_done);
-    kvedge_sequence sequences[NUM_SEQUENCES];
+    kvedge_part parts[NUM_SEQUENCES];
+    kvedge_attention_call sequences[NUM_SEQUENCES];
     call calls[NUM_SEQUENCES];
     const int kinds[] = {PLAIN, ALL_TOKENS, WINDOW, SINKS, ALIBI, SOFTCAP, SINK_LOGITS};
     int kind = kinds[below(r, 7)], n = 0;
@@ -446,19 +447,16 @@ static void *read_pool(void *argument) {
       calls[n] = make_call(r, kind, len, &none);
       if (n > 0) calls[n].options = options;
       options = calls[n].options;
-      options.num_tokens = calls[n].options.num_tokens = 0; /* a sequence has its own len */
-      sequences[n] = (kvedge_sequence){.blocks = tables[s],
-                                       .len = len,
-                                       .query = queries,
-                                       .num_rows = calls[n].num_rows,
-                                       .out = out + n * MAX_ROWS * HEADS * DIM,
-                                       .lse = lse[n]};
+      options.num_tokens = calls[n].options.num_tokens = 0; /* all of the part */
+      parts[n] = (kvedge_part){.layer = layer, .num_tokens = len, .blocks = tables[s], .block_size = BLOCK};
+      sequences[n] = call_on_part(&parts[n], queries, calls[n].num_rows, HEADS, &options,
+                                  out + n * MAX_ROWS * HEADS * DIM, lse[n]);
       n++;
     }
     if (n == 0) continue;
-    int right = kvedge_attend_batch(layer, BLOCK, sequences, n, HEADS, &options, below(r, 3)) == KVEDGE_OK;
+    int right = kvedge_attend_layers(sequences, n, below(r, 3)) == KVEDGE_OK;
     for (int i = 0; i < n; i++)
-      count(r, right && is_right(&calls[i], sequences[i].out, sequences[i].lse), "batch", kind, calls[i].len);
+      count(r, right && is_right(&calls[i], sequences[i].out.data, sequences[i].lse), "batch", kind, calls[i].len);
   }
   free(out);
   return NULL;

@@ -235,9 +235,10 @@ def test_markup_in_a_file_name_is_shown_as_it_is(capsys, tmp_path):
 
 @pytest.mark.subprocess
 def test_python_m_kvedge_is_the_command():
-    done = _run("info", "--json", "--no-bandwidth", capture_output=True, text=True)
+    shape = ("--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--context", "8")
+    done = _run("plan", *shape, "--json", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("{") and '"backend"' in done.stdout
+    assert done.stdout.startswith("{") and '"formats"' in done.stdout
 
 
 @pytest.mark.subprocess

@@ -24,8 +24,10 @@ def this_path_alone(monkeypatch):
 
 @pytest.fixture
 def one_shape(this_path_alone, monkeypatch):
-    """For what is found at any shape."""
+    """For what is found at any shape, by a doctor that starts no process."""
     monkeypatch.setattr(self_test, "_SHAPES", self_test._SHAPES[-1:])
+    skipped = self_test.Check("llama.cpp attends with kvedge", "", None, "", 0.0)
+    monkeypatch.setattr(doctor, "_with_llama_cpp", lambda *arguments: skipped)
 
 
 def results(capsys, code):

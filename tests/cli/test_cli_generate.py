@@ -149,19 +149,18 @@ def test_what_is_recommended_has_a_name_that_is_not_saved(name, session, capsys)
     assert "the session's cache has" in _fails(capsys, *flags, code=exits.USAGE)
 
 
-def test_precision_bits_and_tolerance_reach_attention(capsys, monkeypatch):
+def test_precision_bits_reach_attention(capsys, monkeypatch):
     seen = set()
 
     def forward(*arguments, **options):
-        seen.add((options["precision_bits"], options["tolerance"]))
+        seen.add(options["precision_bits"])
         return run(*arguments, **options)
 
     run = LlamaModel.forward
     monkeypatch.setattr(LlamaModel, "forward", forward)
     _generate(capsys, "--tokens", 3, "--precision-bits", 8)
     _generate(capsys, "--tokens", 3, "--precision-bits", "auto")
-    _generate(capsys, "--tokens", 3, "--tolerance", 0.25)
-    assert seen == {(8, 0.0), ("auto", 0.0), (None, 0.25)}
+    assert seen == {8, "auto"}
 
 
 def test_a_seed_repeats_the_same_text_and_another_gives_another(capsys):

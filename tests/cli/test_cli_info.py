@@ -100,7 +100,7 @@ def test_a_folder_of_a_packages_name_is_no_package(files, tmp_path, monkeypatch)
     for name in files:
         (tmp_path / "kvedge_no_such_package" / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(info.EXTRAS, "cli", ("kvedge_no_such_package",))
+    monkeypatch.setattr(info, "EXTRAS", {"cli": ("kvedge_no_such_package",)})
     assert not info.collect(Output(), bandwidth=False)["extras"]["cli"]
 
 

@@ -107,6 +107,11 @@ def test_the_table_says_what_fits(capsys):
 # ---- Hugging Face configurations -----------------------------------------------------------------
 
 
+def _model(kind, layers, heads, hidden, **more):
+    counts = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden}
+    return {"model_type": kind, **counts, **more}
+
+
 def _hf(tmp_path, **config):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
@@ -118,43 +123,21 @@ def _hf(tmp_path, **config):
     [
         # Qwen2.5-0.5B: no head_dim
         (
-            {
-                "model_type": "qwen2",
-                "num_hidden_layers": 24,
-                "num_attention_heads": 14,
-                "num_key_value_heads": 2,
-                "hidden_size": 896,
-                "max_position_embeddings": 32768,
-                "sliding_window": 32768,
-                "use_sliding_window": False,
-            },
+            _model(
+                *("qwen2", 24, 14, 896),
+                num_key_value_heads=2,
+                max_position_embeddings=32768,
+                sliding_window=32768,
+                use_sliding_window=False,
+            ),
             (24, 2, 64, 32768),
         ),
         # Qwen3-0.6B: head_dim is not hidden_size / heads
-        (
-            {
-                "num_hidden_layers": 28,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "hidden_size": 1024,
-                "max_position_embeddings": 40960,
-            },
-            (28, 8, 128, 40960),
-        ),
+        (_model("qwen3", 28, 16, 1024, num_key_value_heads=8, head_dim=128), (28, 8, 128, None)),
         # Phi-2: no num_key_value_heads at all, or null
+        (_model("phi", 32, 32, 2560), (32, 32, 80, None)),
         (
-            {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 2560},
-            (32, 32, 80, None),
-        ),
-        (
-            {
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": None,
-                "head_dim": None,
-                "hidden_size": 2560,
-            },
+            _model("phi", 32, 32, 2560, num_key_value_heads=None, head_dim=None),
             (32, 32, 80, None),
         ),
         # GPT-2's names
@@ -169,13 +152,9 @@ def _hf(tmp_path, **config):
             {
                 "model_type": "gemma3",
                 "vision_config": {"num_hidden_layers": 27, "num_attention_heads": 16},
-                "text_config": {
-                    "num_hidden_layers": 26,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 1,
-                    "head_dim": 256,
-                    "hidden_size": 1152,
-                },
+                "text_config": _model(
+                    "gemma3_text", 26, 4, 1152, num_key_value_heads=1, head_dim=256
+                ),
             },
             (26, 1, 256, None),
         ),
@@ -244,95 +223,31 @@ def test_a_config_that_makes_no_sense_is_a_clear_error(content, tmp_path, capsys
 
 # Configurations of real models, as far as they matter, and what they keep.
 
-DEEPSEEK_V2_LITE = {
-    "model_type": "deepseek_v2",
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "hidden_size": 2048,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 163840,
-}
-JAMBA = {
-    "model_type": "jamba",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "attn_layer_period": 8,
-    "attn_layer_offset": 4,
-    "sliding_window": None,
-    "max_position_embeddings": 262144,
-}
-QWEN3_NEXT = {
-    "model_type": "qwen3_next",
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "hidden_size": 2048,
-    "full_attention_interval": 4,
-    "use_sliding_window": False,
-}
-FALCON_7B = {
-    "model_type": "falcon",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 71,
-    "num_kv_heads": 71,
-    "hidden_size": 4544,
-    "multi_query": True,
-    "new_decoder_architecture": False,
-}
-FALCON_40B = {
-    "model_type": "falcon",
-    "num_hidden_layers": 60,
-    "num_attention_heads": 128,
-    "num_kv_heads": 8,
-    "hidden_size": 8192,
-    "multi_query": True,
-    "new_decoder_architecture": True,
-}
-FALCON_RW_1B = {
-    "model_type": "falcon",
-    "num_hidden_layers": 24,
-    "num_attention_heads": 32,
-    "hidden_size": 2048,
-    "multi_query": False,
-    "new_decoder_architecture": False,
-}
-GEMMA_3_1B = {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "hidden_size": 1152,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "max_position_embeddings": 32768,
-}
-MISTRAL_7B_V01 = {
-    "model_type": "mistral",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "sliding_window": 4096,
-}
-GPT_OSS_20B = {
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-}
+LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+DEEPSEEK_V2_LITE = _model(
+    *("deepseek_v2", 27, 16, 2048), num_key_value_heads=16, **LATENT, v_head_dim=128
+)
+JAMBA = _model(
+    *("jamba", 32, 32, 4096), num_key_value_heads=8, attn_layer_period=8, attn_layer_offset=4
+)
+QWEN3_NEXT = _model(
+    *("qwen3_next", 48, 16, 2048), num_key_value_heads=2, head_dim=256, full_attention_interval=4
+)
+FALCON_7B = _model("falcon", 32, 71, 4544, num_kv_heads=71, multi_query=True)
+FALCON_40B = _model(
+    *("falcon", 60, 128, 8192), num_kv_heads=8, multi_query=True, new_decoder_architecture=True
+)
+FALCON_RW_1B = _model("falcon", 24, 32, 2048, multi_query=False)
+GEMMA_3_1B = _model(
+    *("gemma3_text", 26, 4, 1152),
+    **{"num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512},
+    **{"sliding_window_pattern": 6, "max_position_embeddings": 32768},
+)
+MISTRAL_7B_V01 = _model("mistral", 32, 32, 4096, num_key_value_heads=8, sliding_window=4096)
+GPT_OSS_20B = _model(
+    *("gpt_oss", 24, 64, 2880), num_key_value_heads=8, head_dim=64, sliding_window=128,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+)  # fmt: skip
 LLAMA_32_VISION = {
     "model_type": "mllama",
     "vision_config": {"num_hidden_layers": 32},

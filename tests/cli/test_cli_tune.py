@@ -11,7 +11,7 @@ from kvedge.cli import main
 from kvedge.console import exits
 from kvedge.data import STORIES_MODEL
 
-FEW = ("--tokens", "120", "--window", "60", "--chunk", "20", "--recent", "8")
+FEW = ("--tokens", "80", "--window", "40", "--chunk", "20", "--recent", "8")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def policy(tmp_path_factory):
 
 def test_the_policy_keeps_the_budget_and_says_how_it_was_found(policy):
     facts = LayerPolicy.load(policy).facts
-    assert facts["bits_per_value"] <= 7 and facts["kl"] > 0 and facts["tokens"] == 120
+    assert facts["bits_per_value"] <= 7 and facts["kl"] > 0 and facts["tokens"] == 80
     assert facts["model"] == "stories260K.bin" and facts["text"] == "stories.txt"
 
 

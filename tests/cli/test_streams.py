@@ -46,7 +46,9 @@ def test_closed_streams_are_said(command, code, message):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("command", ["--version", "generate -n 1", "plan --help", "info --json"])
+@pytest.mark.parametrize(
+    "command", ["--version", "generate -n 1", "plan --help", "generate -n 1 --json"]
+)
 def test_a_full_stdout_is_named(command):
     found, _, error = shell(f"kvedge {command} >/dev/full")
     assert (found, error) == (exits.FAILED, "kvedge: stdout: No space left on device\n")
@@ -92,11 +94,11 @@ def test_an_error_begins_a_line_of_its_own(tmp_path):
 def test_a_prompt_is_the_same_from_a_file_and_from_stdin(text, tmp_path):
     (tmp_path / "prompt").write_bytes(text)
     command = "kvedge generate -n 1 -f prompt --json"
-    first = shell(command, cwd=tmp_path)
-    assert first[0] == exits.OK
     prompts = []
     for each in (command, "kvedge generate -n 1 -f - --json <prompt"):
-        prompts.append([x for x in shell(each, cwd=tmp_path)[1].splitlines() if '"prompt"' in x])
+        code, out, _ = shell(each, cwd=tmp_path)
+        assert code == exits.OK
+        prompts.append([line for line in out.splitlines() if '"prompt"' in line])
     assert prompts[0] == prompts[1]
 
 

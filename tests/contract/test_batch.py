@@ -104,18 +104,6 @@ def test_tokens_before_start_are_not_seen(layer_class, n, options, length, rng):
             assert (out[before] == 0).all() and np.isneginf(lse[before]).all()
 
 
-def test_what_lies_before_start_does_not_matter(layer_class, rng):
-    """Nor does it to the bit: the result is that of a layer that never held it."""
-    keys, values = normal(rng, 2, 70, 2, D)
-    query = normal(rng, 3, HEADS, D)
-    short = layer_class(70, 2, D)
-    short.extend(keys[21:], values[21:])
-    keys[:21] = 1000
-    padded = layer_class(70, 2, D)
-    padded.extend(keys, values)
-    np.testing.assert_allclose(padded.attend(query, start=21), short.attend(query), atol=1e-6)
-
-
 def test_each_layer_of_a_batch_has_its_start(rng):
     layers = layers_of(rng, LENGTHS)
     query = normal(rng, 4, 3, HEADS, D)

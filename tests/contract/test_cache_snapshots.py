@@ -237,14 +237,6 @@ def test_a_snapshot_is_of_its_cache(cache, dtype, rng):
     assert len(cache) == 3
 
 
-def test_a_snapshot_knows_its_length(cache, rng):
-    step(cache, rng, 3)
-    mark = cache.snapshot()
-    step(cache, rng, 3)
-    assert mark.length == 3
-    assert "3" in repr(mark)
-
-
 def test_whether_a_mark_is_stale_is_right_at_every_step_of_an_overwrite(rng):
     """Another thread may ask in between: what was stale stays so, what is not touched is not."""
     for _ in range(30):
@@ -335,16 +327,6 @@ def test_a_detached_snapshot_restores_whatever_happened_since(cache, rng):
     assert cache_content(cache) == before
     step(cache, rng, 2)
     assert len(cache) == 7
-
-
-def test_a_detached_snapshot_restores_to_another_cache_of_the_shape(cache, dtype, rng):
-    step(cache, rng, 5)
-    detached = cache.snapshot().detach()
-    for other in (KVCache(L, H, D, dtype=dtype), KVCache(L, H, D, dtype=dtype, max_seq_len=6)):
-        step(other, rng, 2)
-        other.restore(detached)
-        assert cache_content(other) == cache_content(cache)
-        step(other, rng, 1)
 
 
 def test_pickles_of_versions_with_fewer_fields_open(cache, rng, monkeypatch):
@@ -498,18 +480,6 @@ def test_restoring_a_detached_snapshot_makes_other_snapshots_stale(cache, rng):
         cache.restore(mark)
 
 
-def test_a_detached_snapshot_is_not_changed_by_the_cache(cache, rng):
-    step(cache, rng, 5)
-    before = cache_content(cache)
-    detached = cache.snapshot().detach()
-    for _ in range(2):
-        cache.restore(detached)
-        step(cache, rng, 3)
-        cache.shift(9, rope=Rope())
-        cache.restore(detached)
-        assert cache_content(cache) == before
-
-
 # -- automatic key offsets -----------------------------------------------------------------------
 
 
@@ -531,21 +501,6 @@ def test_a_snapshot_taken_before_clear_brings_back_its_offset_or_is_stale(rng):
     assert cache_content(cache) == before
     for i in range(L):
         np.testing.assert_array_equal(cache.k(i), keys[i])
-
-
-def test_a_detached_snapshot_carries_its_offset(rng):
-    cache, before, keys = with_auto_offset(rng)
-    detached = pickle.loads(pickle.dumps(cache.snapshot().detach()))
-    other = KVCache(L, H, D, key_offset="auto")
-    step(other, rng, 2)
-    for each in (other, cache):
-        each.clear()
-        step(each, rng, 1)
-        each.restore(detached)
-        assert cache_content(each) == before
-        for i in range(L):
-            np.testing.assert_array_equal(each.k(i), keys[i])
-        step(each, rng, 1)
 
 
 def test_an_empty_snapshot_leaves_the_automatic_offset_usable(rng):

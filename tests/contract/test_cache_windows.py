@@ -6,8 +6,6 @@ from support import cache_content, content, normal, refuses
 
 import kvedge
 from kvedge import KVCache, Rope, errors
-from kvedge.cache.cache import state_of
-from kvedge.core.formats import FORMATS
 
 H, D = 2, 40
 WINDOWS = [8, None, 3, 1]
@@ -334,14 +332,3 @@ def test_layers_that_cannot_be_taken_over(rng):
     with refuses(errors.InvalidArgumentError, match="auto"):
         KVCache(layers=[layer(0), kvedge.QuantizedKvLayer(None, H, D, key_offset="auto")])
     one.truncate(0)  # it is nobody's
-
-
-def test_uniform_layers_are_as_before(dtype, rng):
-    told = KVCache(layers=[{"num_kv_heads": H, "head_dim": D, "dtype": dtype}] * 2)
-    plain = KVCache(2, H, D, dtype=dtype)
-    assert (
-        repr(told) == repr(plain)
-        and told.head_dim == D
-        and state_of(told).format == state_of(plain).format
-    )
-    assert set(FORMATS) >= {told.dtype}

@@ -317,7 +317,7 @@ class CopiesMachine(RuleBasedStateMachine):
 
 TestCopies = CopiesMachine.TestCase
 TestCopies.settings = settings(
-    max_examples=max(150, settings.default.max_examples), stateful_step_count=25
+    max_examples=max(80, settings.default.max_examples), stateful_step_count=25
 )
 
 

@@ -67,14 +67,6 @@ def test_attention_is_that_of_the_keys_read_back(layer_class, options, rng):
     np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
 
 
-def test_a_mask_hides_what_it_hides(layer_class, rng):
-    layer = layer_class(50, KV_HEADS, D, key_scale=scales(rng))
-    layer.extend(*normal(rng, 2, 50, KV_HEADS, D))
-    mask = rng.random((2, 50)) < 0.6
-    mask[:, :3] = True
-    assert_attends(layer, rng, n=2, mask=mask)
-
-
 def test_what_is_stored_is_the_key_over_the_scale(layer_class, rng):
     scale, keys = scales(rng), normal(rng, 9, KV_HEADS, D)
     layer = layer_class(9, KV_HEADS, D, key_scale=scale)
@@ -316,22 +308,6 @@ def test_a_window_of_fewer_tokens_than_decide(rng):
         layer.push(key, value)
     assert error(layer, keys[-len(layer) :]) < 0.2
     assert layer.key_scale[:, 3].min() > BIAS / 8
-
-
-def test_caches_of_mixed_layers_give_it_to_those_that_gain(rng):
-    layers = [{"dtype": dtype} for dtype in FORMATS]
-    cache = KVCache(layers=layers, num_kv_heads=KV_HEADS, head_dim=D, key_scale="auto")
-    for i in range(len(FORMATS)):
-        cache.append(i, *normal(rng, 2, 20, KV_HEADS, D))
-    for i, dtype in enumerate(FORMATS):
-        assert (cache.layer(i).key_scale is None) == (dtype not in SMALL)
-
-
-def test_float32_keys_are_read_back_whatever_the_scale(rng):
-    keys = normal(rng, 5, KV_HEADS, D)
-    cache = KVCache(1, KV_HEADS, D, dtype="float32", key_scale=scales(rng)[np.newaxis])
-    cache.append(0, keys, keys)
-    np.testing.assert_allclose(cache.k(0), keys, rtol=1e-6)
 
 
 # ---- pools --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import reference
-from support import PLAIN, STORAGE_ERROR, content, filled, huge, normal, refuses
+from support import PLAIN, content, filled, huge, normal, refuses
 
 from kvedge import Float32KvLayer, KVCache, QuantizedKvLayer, Rope, errors
 
@@ -76,23 +76,6 @@ def test_a_rejected_draft_is_rolled_back(new_layer, rng):
     assert content(layer) == content(straight)
     query = normal(rng, H, D)
     np.testing.assert_array_equal(layer.attend(query), straight.attend(query))
-
-
-def test_truncated_tokens_are_not_attended_to(layer, rng):
-    query = normal(rng, 2 * H, D)
-    layer.truncate(7)
-    before = layer.attend(query)
-    layer.extend(100 * normal(rng, 3, H, D), 100 * normal(rng, 3, H, D))
-    layer.truncate(7)
-    np.testing.assert_array_equal(layer.attend(query), before)
-
-
-def test_clear_empties_the_layer_for_use_again(layer, rng):
-    kv = normal(rng, 2, 20, H, D)
-    layer.clear()
-    assert layer.is_empty and len(layer.key_codes) == 0
-    layer.extend(*kv)
-    np.testing.assert_allclose(layer.values(), kv[1], atol=STORAGE_ERROR[layer.dtype])
 
 
 # -- keep ----------------------------------------------------------------------------------------
@@ -332,8 +315,3 @@ def test_a_copy_thaws_its_automatic_offset_like_the_original(how, rng):
 def test_a_pickle_holds_the_tokens_and_not_the_capacity(layer_class, rng):
     layer = filled(layer_class, rng, 2, H, D, capacity=1_000_000)
     assert len(pickle.dumps(layer)) < 10_000
-
-
-def test_a_damaged_pickle_state_is_no_crash(layer):
-    function, arguments, *_ = layer.__reduce__()
-    assert callable(function) and isinstance(arguments, tuple)

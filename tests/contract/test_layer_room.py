@@ -1,12 +1,10 @@
 """Layers that grow, and layers whose first tokens are dropped."""
 
-import pickle
-
 import numpy as np
 import pytest
 from support import content, filled, normal, refuses
 
-from kvedge import KVCache, QuantizedKvLayer, Rope, errors
+from kvedge import QuantizedKvLayer, Rope, errors
 from kvedge.core import memory
 from kvedge.layer.layer import store_of
 
@@ -76,17 +74,6 @@ def test_a_growing_layer_says_so(layer_class):
         layer_class()
     with refuses(errors.InvalidArgumentError, match="head_dim"):
         layer_class(None, H)
-
-
-def test_views_taken_before_growth_stay_as_they_were_in_a_layer(layer_class, rng):
-    layer = layer_class(None, H, D)
-    layer.extend(*normal(rng, 2, 256, H, D))
-    view = layer.key_codes
-    before = view.tobytes()
-    layer.extend(*normal(rng, 2, 5000, H, D))
-    layer.truncate(0)
-    layer.extend(*normal(rng, 2, 300, H, D))
-    assert view.tobytes() == before
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -194,14 +181,6 @@ def test_more_than_is_stored_cannot_be_dropped(layer_class, n, error, rng):
         layer.drop_first(n)
 
 
-def test_a_layer_of_a_cache_drops_nothing_by_itself(dtype, rng):
-    cache = KVCache(1, H, D, dtype=dtype)
-    cache.append(0, *normal(rng, 2, 3, H, D))
-    for call in (lambda: cache.layer(0).drop_first(1), lambda: cache.layer(0).reserve(1)):
-        with refuses(errors.ReadOnlyLayerError, cache):
-            call()
-
-
 def test_the_capacity_counts_what_is_held(layer_class, rng):
     """However many were dropped, and wherever in its slabs the layer stands."""
     rows = normal(rng, 2, 100, H, D)
@@ -262,21 +241,6 @@ def test_editing_after_dropping(layer_class, rng):
     assert_holds(layer, rows, rng)
 
 
-@pytest.mark.parametrize("capacity", [30, None])
-def test_copies_hold_what_is_left(layer_class, capacity, rng):
-    rows = normal(rng, 2, 40, H, D)
-    layer = layer_class(capacity, H, D)
-    layer.extend(*rows[:, :30])
-    layer.drop_first(11)
-    for other in (layer.copy(), pickle.loads(pickle.dumps(layer))):
-        assert other.num_dropped == 11
-        assert_holds(other, rows[:, 11:30], rng)
-        other.extend(*rows[:, 30:])
-        other.drop_first(1)
-        assert_holds(other, rows[:, 12:], rng)
-    assert_holds(layer, rows[:, 11:30], rng)
-
-
 def test_an_offset_stays_with_a_layer_that_drops_and_moves(rng):
     keys, values = normal(rng, 2, 500, H, D) + np.float32(5)
     layer = QuantizedKvLayer(num_kv_heads=H, head_dim=D, key_offset="auto")
@@ -287,12 +251,3 @@ def test_an_offset_stays_with_a_layer_that_drops_and_moves(rng):
         layer.extend(keys[start : start + 40], values[start : start + 40])
     np.testing.assert_array_equal(layer.key_offset, offset)
     np.testing.assert_allclose(layer.keys(), keys[-100:], atol=0.05)
-
-
-def test_what_was_dropped_has_no_part_in_the_result(layer_class, rng):
-    rows = normal(rng, 2, 40, H, D)
-    rows[:, :10] *= 1000
-    layer = layer_class(None, H, D)
-    layer.extend(*rows)
-    layer.drop_first(10)
-    assert_holds(layer, rows[:, 10:], rng)

@@ -122,17 +122,6 @@ def test_a_window_takes_memory_for_two_windows(layer_class, window, rng):
     assert layer.memory_bytes <= 2 * max(window, 2) * per_token
 
 
-def test_a_window_moves_a_row_per_token_on_average(layer_class, rng, monkeypatch):
-    moved, copy_tokens = [], memory.copy_tokens
-    monkeypatch.setattr(
-        memory, "copy_tokens", lambda s, t, n: (moved.append(n), copy_tokens(s, t, n))
-    )
-    layer = layer_class(None, H, D, window=50)
-    for _ in range(1000):
-        layer.extend(*normal(rng, 2, 1, H, D))
-    assert sum(moved) <= 1100
-
-
 def test_a_refused_append_drops_nothing(layer_class, rng, monkeypatch):
     layer = layer_class(None, H, D, window=16)
     layer.extend(*normal(rng, 2, 100, H, D))

@@ -285,27 +285,6 @@ def test_scores_are_scaled_logits(rng):
         np.testing.assert_array_equal(of_head, cache.attention_scores(heads)[i])
 
 
-def test_query_heads_of_a_kv_head_have_its_scores(rng):
-    config = KvCacheConfig(8, 4, seed=42)
-    cache = MultiHeadKvCache(2, config, num_query_heads=8)
-    cache.push_token(list(normal(rng, 2, 8)), list(normal(rng, 2, 8)))
-    scores = cache.attention_scores([np.full(8, 0.1, np.float32)] * 8)
-    assert scores.shape == (8, 1) and scores[0] != scores[4]
-    np.testing.assert_array_equal(scores, scores[[0, 0, 0, 0, 4, 4, 4, 4]])
-
-
-def test_the_best_of_many_keys_are_found(rng):
-    """By scores of 4 bits, of 100 keys, most of the five that are nearest to a query."""
-    keys = normal(rng, 100, 1, 128)
-    cache = MultiHeadKvCache(1, KvCacheConfig(128, 4, seed=42))
-    cache.extend(keys, keys)
-    found = 0
-    for query in normal(rng, 50, 1, 128):
-        exact, scores = keys[:, 0] @ query[0], cache.attention_scores(query)[0]
-        found += len({*np.argsort(exact)[-5:]} & {*np.argsort(scores)[-5:]})
-    assert found / 250 > 0.8
-
-
 # ---- the life of a cache -------------------------------------------------------------------------
 
 

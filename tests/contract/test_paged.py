@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import reference
-from support import STORAGE_ERROR, cache_content, normal, run_together
+from support import STORAGE_ERROR, cache_content, normal
 
 import kvedge
 from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
@@ -373,13 +373,6 @@ def test_a_sequence_is_an_integer(cache, bad):
     refused(cache, errors.InvalidArgumentError, cache.length, bad)
 
 
-def test_numpy_integers_name_sequences_and_layers(cache, rng):
-    seq = np.int64(sequence(cache, rng, 3))
-    assert cache.length(seq) == 3 and seq in cache
-    assert cache.attend(seq, np.int32(1), normal(rng, H, D)).shape == (H, D)
-    cache.drop(seq)
-
-
 def test_bad_rows_change_nothing(cache, rng, dtype):
     seq = sequence(cache, rng, 3)
     fork = cache.fork(seq)
@@ -407,17 +400,6 @@ def test_bad_rows_change_nothing(cache, rng, dtype):
         refused(cache, errors.LayerOutOfRangeError, cache.append, fork, layer, good, good)
     refused(cache, errors.PositionOutOfRangeError, cache.truncate, fork, 4)
     refused(cache, errors.PositionOutOfRangeError, cache.truncate, fork, -1)
-
-
-def test_rows_come_as_in_every_other_class(cache, rng):
-    seq = cache.new_sequence()
-    rows = normal(rng, 5, H, D)
-    cache.append(seq, 0, rows[0], rows[0])
-    cache.append(seq, 0, rows[1].reshape(-1), rows[1].reshape(-1))
-    cache.append(seq, 0, rows[2:4], rows[2:4])
-    cache.append(seq, 0, rows[:0], rows[:0])
-    cache.append(seq, 0, rows[4].astype(np.float16), rows[4].astype(np.float16))
-    assert len(cache.k(seq, 0)) == 5
 
 
 def test_out_of_blocks_leaves_the_pool_unchanged_and_can_be_mended(pool, cache, rng):
@@ -504,36 +486,6 @@ def test_only_caches_of_the_same_format_come_in(pool, cache, rng, dtype):
 
 
 # -- threads ---------------------------------------------------------------------------------------
-
-
-def test_threads_may_append_to_sequences_of_their_own_while_others_attend(dtype):
-    pool = KvBlockPool(4 * 16 + 16, BLOCK, 1, H, D, dtype)
-    cache = PagedKvCache(pool)
-    rng = np.random.default_rng(0)
-    rows = normal(rng, 4, 64, H, D)
-    start = cache.new_sequence()
-    cache.append(start, 0, rows[0, :3], rows[0, :3])
-    cache.advance(start, 3)
-    query = normal(rng, H, D)
-    expected = cache.attend(start, 0, query)
-
-    def job(i):
-        def work():
-            for _ in range(3):
-                seq = cache.fork(start)
-                for t in range(3, 60):
-                    cache.append(seq, 0, rows[i, t], rows[i, t])
-                    cache.advance(seq)
-                    np.testing.assert_array_equal(cache.attend(start, 0, query), expected)
-                keys = cache.k(seq, 0)[3:]
-                assert np.abs(keys - rows[i, 3:60]).max() < STORAGE_ERROR[pool.dtype]
-                cache.drop(seq)
-
-        return work
-
-    run_together(*map(job, range(4)))
-    cache.drop(start)
-    assert pool.free_count == pool.num_blocks
 
 
 # ---- single tokens, and room beforehand ----------------------------------------------------------

@@ -272,23 +272,6 @@ def test_a_sequence_without_query_rows_changes_no_other_of_its_batch(rng, dtype,
         cache.attend_batch(seqs, 0, queries)
 
 
-def test_bad_queries_are_refused(rng, dtype):
-    cache, (seq,), _ = scattered(rng, dtype, [5], 2, 8, 4)
-    empty = cache.new_sequence()
-    query = normal(rng, 4, 8)
-    with pytest.raises(errors.InvalidArgumentError, match="no tokens"):
-        cache.attend(empty, 0, query)
-    with pytest.raises(errors.ShapeMismatchError):
-        cache.attend(seq, 0, normal(rng, 6, 4, 8))
-    with pytest.raises(errors.ShapeMismatchError):
-        cache.attend(seq, 0, query[:3])
-    with pytest.raises(errors.LayoutError):
-        cache.attend(seq, 0, query, out=query)
-    query[2, 2] = np.nan
-    with pytest.raises(errors.NonFiniteInputError):
-        cache.attend(seq, 0, query)
-
-
 # -- a beginning that several share is read once ---------------------------------------------------
 
 

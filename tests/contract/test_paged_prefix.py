@@ -508,7 +508,7 @@ def test_runs_are_copied_by_runs_of_32():
     np.testing.assert_array_equal(cache.k(found, 1)[96:], cache.k(again, 1)[96:])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

@@ -243,22 +243,6 @@ def test_pending_tokens_of_any_number_leave_no_trace(options):
     assert bits(cache, seq) == bits_alone(alone(both, options))
 
 
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 95, 96, 100, 200])
-@pytest.mark.parametrize("block_size", [32, 64])
-def test_going_back_into_a_run_keeps_what_is_read(n, block_size):
-    cache = new_cache({"dtype": "kivi8", "recent": 8}, block_size=block_size)
-    tokens = rows(16, 500)
-    seq = sequence(cache, tokens)
-    twin, before = cache.fork(seq), read(cache, seq)
-    cache.truncate(seq, n)
-    np.testing.assert_array_equal(read(cache, seq), before[:, :n])
-    fill(cache, seq, tokens[:, :, :70])
-    np.testing.assert_allclose(read(cache, seq)[:, :n], before[:, :n], atol=0.03)
-    last = tokens[1, :, 62:70].astype(np.float16).astype(np.float32)
-    np.testing.assert_array_equal(read(cache, seq)[:, -8:], last)
-    np.testing.assert_array_equal(read(cache, twin), before)  # whose blocks were shared
-
-
 @kinds
 @pytest.mark.parametrize("n", [1, 33, 45, 63, 64])
 def test_what_follows_a_run_that_was_cut_is_that_of_a_cache_of_its_own(options, n):
@@ -358,18 +342,6 @@ def test_sequences_go_to_caches_and_files_and_back(tmp_path, options, tokens):
         fill(cache, each, rows(23, 77))
         cache.truncate(each, cache.length(each) - 50)
         assert bits(cache, each) == bits_alone(own) == bits_alone(copy)
-
-
-def test_what_is_swapped_in_shares_a_known_prefix(tmp_path):
-    cache = new_cache(KINDS["kivi4"])
-    seq = sequence(cache, rows(24, 150))
-    cache.register(seq, range(150))
-    before = bits(cache, seq)
-    keeper = cache.fork(seq)
-    cache.swap_out(seq, tmp_path / "seq")
-    seq = cache.swap_in(tmp_path / "seq", token_ids=range(150))
-    assert bits(cache, seq) == before
-    np.testing.assert_array_equal(cache.block_table(seq)[:4], cache.block_table(keeper)[:4])
 
 
 @kinds

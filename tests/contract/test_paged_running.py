@@ -51,7 +51,7 @@ def run_beside(action):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive(), "a writer waits for a running call"
     if raised:
         raise raised[0]

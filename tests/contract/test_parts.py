@@ -191,6 +191,21 @@ def test_tokens_that_are_refused_change_nothing(options, n):
     assert [bits(layer) for layer in layers] == read
 
 
+@pytest.mark.parametrize(
+    ("dtype", "recent", "large"),
+    [("bfloat16", 4, 18), ("kivi8", 90, 1), ("kivi8/int8", 90, 1), ("int8/kivi8", 90, 1)],
+)
+def test_a_shift_that_is_refused_changes_nothing(dtype, recent, large):
+    layer = layer_of(dtype, recent=recent)
+    tokens = np.full((2, 20, HEADS, DIM), 1.0, np.float32)
+    tokens[0, large] = 60000  # within float16; turned, it may not be
+    layer.extend(*tokens)
+    before = bits(layer)
+    with pytest.raises(errors.ScaleRangeError):
+        layer.shift(1, rope=Rope())
+    assert bits(layer) == before
+
+
 @pytest.mark.parametrize("start", [None, 32, 95])
 def test_an_inject_that_is_refused_changes_nothing(start):
     """Keys that cannot be stored turned back."""

@@ -168,39 +168,6 @@ def test_keeping_dropping_and_shifting():
     np.testing.assert_array_equal(read(layer), whole)
 
 
-def test_a_shift_that_one_of_them_refuses_changes_nothing():
-    layer = new_layer("bfloat16", recent=4)
-    tokens = np.full((2, 20, HEADS, DIM), 1.0, np.float32)
-    tokens[0, 18] = 60000  # within float16; turned, it may not be
-    layer.extend(*tokens)
-    before = bits(layer)
-    with pytest.raises(errors.ScaleRangeError):
-        layer.shift(1, rope=Rope())
-    assert bits(layer) == before
-
-
-def test_what_does_not_fit_is_refused_and_changes_nothing():
-    layer = new_layer("int8", recent=4, sinks=2)
-    layer.extend(*rows(15, 50))
-    before = bits(layer)
-    with pytest.raises(errors.ScaleRangeError, match="recent_dtype"):
-        layer.push(*np.full((2, HEADS, DIM), 1e5, np.float32))
-    huge = rows(16, 9)
-    huge[1, 7] = 3e38
-    with pytest.raises(errors.ScaleRangeError):
-        layer.extend(*huge)
-    huge[1, 7] = np.nan
-    with pytest.raises(errors.NonFiniteInputError):
-        layer.extend(*huge)
-    assert bits(layer) == before
-    limited = CLASSES["int8"](60, HEADS, DIM, recent=4)
-    limited.extend(*rows(15, 58))
-    before = bits(limited)
-    with pytest.raises(errors.CapacityExceededError):
-        limited.extend(*rows(16, 3))
-    assert bits(limited) == before
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -241,27 +208,6 @@ def test_ranges_take_them_along():
         plain.inject(part)
     plain.inject(part, requantize=True)
     assert len(plain) == 85
-
-
-def test_layers_of_a_cache_may_differ():
-    layers = [
-        {},
-        {"recent": 0, "sinks": 0, "recent_dtype": None},
-        {"window": 30},
-        {"recent_dtype": "float32"},
-    ]
-    cache = KVCache(
-        4, HEADS, DIM, dtype="int8", recent=9, sinks=2, recent_dtype="bfloat16", layers=layers
-    )
-    assert [cache.layer(i).sinks for i in range(4)] == [2, 0, 0, 2]
-    assert (cache.recent, cache.sinks, cache.recent_dtype) == (9, 2, "bfloat16")
-    cache.push_step(*rows(25, 4)), cache.truncate(0)
-    assert [cache.layer(i).recent_dtype for i in range(4)] == [
-        "bfloat16",
-        None,
-        "bfloat16",
-        "float32",
-    ]
 
 
 # ---- anything in any order ----

@@ -78,14 +78,6 @@ def test_tokens(dtype, tensor_type, view, rng):
     assert [content(layer) for layer in turned] == wanted
 
 
-def test_a_token_repeated_by_expand(layer_class, tensor_type, rng):
-    key, value = (tensor(rng, 1, H, D, dtype=tensor_type) for _ in range(2))
-    expected, layer = layer_class(N, H, D), layer_class(N, H, D)
-    expected.extend(*(np.repeat(t.float().numpy(), N, axis=0) for t in (key, value)))
-    layer.extend(key.expand(N, H, D), value.expand(N, H, D))
-    assert content(layer) == content(expected)
-
-
 def test_queries(dtype, tensor_type, view, rng):
     layers = layers_of(dtype, rng)
     query = tensor(rng, BATCH, N, HEADS, D, dtype=tensor_type)
@@ -241,37 +233,6 @@ def test_tensors_inside_vmap_are_refused(layer_class, tensor_type, rng):
         with pytest.raises(errors.DtypeMismatchError):
             torch.func.vmap(call)(query)
     assert content(layer) == before
-
-
-def test_numbers_that_are_not_finite_are_refused(dtype, tensor_type, rng):
-    layers = layers_of(dtype, rng)
-    before = [content(layer) for layer in layers]
-    for bad in (torch.inf, -torch.inf, torch.nan):
-        rows = tensor(rng, BATCH, N, H, D, dtype=tensor_type)
-        query = tensor(rng, BATCH, N, HEADS, D, dtype=tensor_type)
-        good, out = rows.clone(), torch.full_like(query, 9)
-        rows[-1, -1, -1, -1] = query[-1, -1, -1, -1] = bad
-        for call in (
-            lambda: kvedge.attend_batch(layers, query, out=out),  # noqa: B023 (called below)
-            lambda: kvedge.append_batch(layers, rows, good),  # noqa: B023
-            lambda: kvedge.append_batch(layers, good, rows),  # noqa: B023
-        ):
-            with pytest.raises(errors.NonFiniteInputError):
-                call()
-        assert (out == 9).all()
-    assert [content(layer) for layer in layers] == before
-
-
-def test_results_that_share_memory_are_refused(layer_class, tensor_type, rng):
-    layer = filled(layer_class, rng, 30, H, D)
-    query = tensor(rng, N, HEADS, D, dtype=tensor_type)
-    for out in (query, query.flip(0).flip(0).copy_(query)[:1].expand(N, HEADS, D), query[:]):
-        with pytest.raises(errors.LayoutError, match="out"):
-            layer.attend(query, out=out)
-    both = torch.cat([query, query], dim=-1)
-    expected = torch.from_numpy(layer.attend(query)).to(tensor_type)
-    layer.attend(both[..., :D], out=both[..., D:])  # between the rows of the query
-    assert torch.equal(both[..., D:], expected) and torch.equal(both[..., :D], query)
 
 
 def test_negated_views(layer_class, rng):

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference
-from support import assert_attention_close, content, filled, normal, run_together, stored
+from support import content, filled, normal, run_together
 
 import kvedge
 from kvedge import KVCache, QuantizedKvLayer
@@ -402,31 +401,6 @@ def test_the_last_reference_may_go_while_a_thread_attends(layer_class, rng):
         np.testing.assert_array_equal(out, ref)
 
 
-def test_readers_attend_while_the_cache_grows(dtype, rng):
-    """One writer and many readers: what a reader gets is attention over a prefix, never garbage."""
-    cache = KVCache(1, H, D, dtype=dtype)
-    rows = np.ones((50, H, D), np.float32)
-    cache.append(0, rows, rows)
-    query = normal(rng, HEADS, D)
-    stop = threading.Event()
-
-    def write():
-        try:
-            for _ in range(100):
-                cache.append(0, rows, rows)
-                cache.advance(50)
-        finally:
-            stop.set()
-
-    def read():
-        while not stop.is_set():
-            np.testing.assert_allclose(cache.attend(0, query, num_threads=2), 1, rtol=1e-3)
-            keys = cache.k(0)
-            assert (np.abs(keys - 1) < 1e-3).all()
-
-    run_together(write, read, read)
-
-
 @pytest.mark.skipif(kvedge.backend != "native", reason="NumPy's appends hold the GIL mostly")
 def test_a_second_writer_of_a_layer_is_refused_and_changes_nothing():
     """The first is in C, without the GIL, for as long as many tokens take."""
@@ -504,11 +478,3 @@ def test_attend_lets_other_python_threads_run(rng):
     stop.set()
     ticker.join()
     assert ticks > 0
-
-
-def test_results_of_concurrent_long_calls_keep_the_contract(rng):
-    layer, query = large(rng)
-    ref, _ = reference.attention(query, *stored(layer))
-    run_together(
-        *(lambda: assert_attention_close(layer.attend(query, num_threads=2), ref) for _ in range(4))
-    )

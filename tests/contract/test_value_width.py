@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import reference
 from support import (
-    STORAGE_ERROR,
     assert_attention_close,
     assert_lse_close,
     cache_content,
@@ -67,22 +66,6 @@ def test_attention_is_that_of_the_reference(layer_class, widths, heads, rng):
         for group in (1, 4):
             check(layer.attend, layer, normal(rng, heads * group, head_dim))
             check(layer.attend, layer, normal(rng, 18, heads * group, head_dim))
-
-
-@pytest.mark.covering(1)
-def test_every_option_of_attend_is_that_of_the_reference(layer_class, widths, rng):
-    head_dim, value_head_dim = widths
-    layer = filled(layer_class, rng, 280, 2, head_dim, value_head_dim=value_head_dim)
-    query = normal(rng, 33, 6, head_dim)
-    mask = rng.random((6, 33, 280)) < 0.5
-    for options in (
-        {"window": 50, "sink_tokens": 3},
-        {"mask": mask, "causal": False},
-        {"mask": np.where(mask, normal(rng, 6, 33, 280), np.float32(-np.inf))},
-        {"alibi_slopes": np.linspace(0.1, 1, 6, dtype=np.float32), "softcap": 20.0},
-        {"sink_logits": normal(rng, 6), "scale": 0.3},
-    ):
-        check(layer.attend, layer, query, **options)
 
 
 def test_the_default_scale_is_that_of_keys(layer_class, rng):
@@ -198,20 +181,6 @@ def test_an_out_over_what_is_read_is_refused(layer_class, rng):
         wide.attend(query, out=room[80:112].reshape(2, 16))
 
 
-def test_editing_keeps_both_sides_in_step(layer_class, rng):
-    head_dim, value_head_dim = 40, 24
-    layer = filled(layer_class, rng, 20, 2, head_dim, value_head_dim=value_head_dim)
-    keys, values = layer.keys(), layer.values()
-    layer.keep([0, 3, 4, 19])
-    np.testing.assert_array_equal(layer.keys(), keys[[0, 3, 4, 19]])
-    np.testing.assert_array_equal(layer.values(), values[[0, 3, 4, 19]])
-    before = layer.value_codes.tobytes()
-    layer.shift(-3, rope=Rope())
-    assert layer.value_codes.tobytes() == before
-    turned = reference.rotate(keys[[0, 3, 4, 19]], -3)
-    np.testing.assert_allclose(layer.keys(), turned, atol=STORAGE_ERROR[layer.dtype])
-
-
 # ---- a cache -------------------------------------------------------------------------------------
 
 
@@ -247,11 +216,6 @@ def test_a_cache_grows_goes_back_and_attends(dtype, rng):
     assert len(cache) == 2
 
 
-def test_a_huge_cache_tells_both_widths_where_memory_ends(dtype):
-    with pytest.raises(errors.OutOfMemoryError, match="40/24"):
-        KVCache.with_capacity(1, 65536, 40, 2**40, value_head_dim=24, dtype=dtype)
-
-
 # ---- sequences in a pool -------------------------------------------------------------------------
 
 
@@ -268,25 +232,6 @@ def filled_pool(rng, dtype, lengths, widths=(40, 24), block_size=4):
         cache.append(seq, 0, normal(rng, n, 2, head_dim), normal(rng, n, 2, value_head_dim))
         cache.advance(seq, n)
     return cache
-
-
-@pytest.mark.covering(1)
-def test_sequences_attend_as_layers_do(dtype, widths, rng):
-    cache = filled_pool(rng, dtype, (37, 5, 100), widths)
-    queries = [normal(rng, n, 4, widths[0]) for n in (1, 5, 20)]
-    outs = cache.attend_batch(cache.sequences, 0, queries)
-    for seq, query, out in zip(cache.sequences, queries, outs, strict=True):
-        layer = cache.to_kv_cache(seq).layer(0)
-        assert layer.value_head_dim == widths[1]
-        check(lambda *a, s=seq, **o: cache.attend(s, 0, *a, **o), layer, query)
-        assert_attention_close(out, reference.attention(query, *stored(layer))[0])
-        np.testing.assert_array_equal(cache.k(seq, 0), layer.keys())
-        np.testing.assert_array_equal(cache.v(seq, 0), layer.values())
-    stacked = normal(rng, 3, 4, widths[0])
-    given = np.full((3, 4, widths[1]), np.nan, np.float32)
-    assert cache.attend_batch(cache.sequences, 0, stacked, out=given) is given
-    for seq, row, out in zip(cache.sequences, stacked, given, strict=True):
-        np.testing.assert_array_equal(out, cache.attend(seq, 0, row))
 
 
 def test_a_beginning_that_is_read_once_for_all_gives_the_same(dtype, rng):

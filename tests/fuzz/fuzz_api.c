@@ -814,7 +814,8 @@ static int64_t next_table(int64_t block_size, int64_t most, int32_t **table) {
 
 static void batch_call(void) {
   attention_call calls[MAX_SEQUENCES];
-  kvedge_sequence sequences[MAX_SEQUENCES];
+  kvedge_part parts[MAX_SEQUENCES];
+  kvedge_attention_call sequences[MAX_SEQUENCES];
   int32_t *tables[MAX_SEQUENCES];
   int count = 1 + next_below(MAX_SEQUENCES), made = 0;
   int64_t block_size = 1 + next_below(one_in(4) ? 100 : 20);
@@ -832,8 +833,7 @@ static void batch_call(void) {
     next_shape(c, len);
     if (made) c->ref.num_heads = calls[0].ref.num_heads;
     if (!made) next_options(c, count > 1);
-    if (!made && one_in(32)) c->options = &c->own, c->own.num_tokens = 1, c->expected = KVEDGE_ERROR_ARGUMENT;
-    else c->ref.options = calls[0].ref.options, c->own = calls[0].own, c->options = calls[0].options;
+    c->ref.options = calls[0].ref.options, c->own = calls[0].own, c->options = calls[0].options;
     if (made) c->expected = calls[0].expected;
     if (c->own.causal && c->ref.num_rows > len && c->expected == KVEDGE_OK) {
       if (one_in(8) && !c->own.mask && !c->own.bias) c->expected = KVEDGE_ERROR_ARGUMENT;
@@ -841,22 +841,18 @@ static void batch_call(void) {
     }
     next_query(c);
     if (c->expected != KVEDGE_OK && expected == KVEDGE_OK) expected = c->expected;
-    sequences[made] = (kvedge_sequence){.blocks = tables[made],
-                                        .len = len,
-                                        .query = c->query,
-                                        .num_rows = c->ref.num_rows,
-                                        .out = c->out,
-                                        .lse = c->with_lse ? c->lse : NULL};
+    parts[made] = (kvedge_part){.layer = it.layer, .num_tokens = len, .blocks = tables[made], .block_size = block_size};
+    sequences[made] = call_on_part(&parts[made], c->query, c->ref.num_rows, c->ref.num_heads, calls[0].options, c->out,
+                                   c->with_lse ? c->lse : NULL);
     made++;
   }
   if (made && one_in(16)) { /* a block that the pool does not have */
-    int64_t last = (sequences[made - 1].len - 1) / block_size, num_blocks = it.config.capacity / block_size;
+    int64_t last = (parts[made - 1].num_tokens - 1) / block_size, num_blocks = it.config.capacity / block_size;
     tables[made - 1][one_in(2) ? last : 0] = ONE_OF(int32_t, -1, INT32_MIN, INT32_MAX, (int32_t)num_blocks);
     if (expected == KVEDGE_OK) expected = KVEDGE_ERROR_ARGUMENT;
   }
   if (made) {
-    kvedge_status status = kvedge_attend_batch(it.layer, block_size, sequences, made, calls[0].ref.num_heads,
-                                               calls[0].options, calls[0].num_threads);
+    kvedge_status status = kvedge_attend_layers(sequences, made, calls[0].num_threads);
     REQUIRE(status == expected, "status %d, not %d", status, expected);
     for (int i = 0; i < made; i++) {
       if (status == KVEDGE_OK) load_tokens(&calls[i], tables[i], block_size), check_results(&calls[i]);

@@ -175,7 +175,7 @@ def test_identifiers_in_documents_exist(path, words):
                 continue
             if name in words[0] or name in FOREIGN:
                 continue
-            # `_attend_batch` is short for kvedge_attend_batch.
+            # `_attend_layers` is short for kvedge_attend_layers.
             if not name.startswith("_") or not any(word.endswith(name) for word in words[1]):
                 missing.append(f"{name} in `{span}`")
     assert not missing

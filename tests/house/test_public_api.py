@@ -110,7 +110,7 @@ def test_help_shows_every_class(cls):
 
 ATTEND_OPTIONS = [
     "scale", "causal", "window", "sink_tokens", "sink_logits", "softcap", "mask", "start",
-    "alibi_slopes", "precision_bits", "tolerance", "return_lse", "out", "num_threads", "layout",
+    "alibi_slopes", "precision_bits", "return_lse", "out", "num_threads", "layout",
 ]  # fmt: skip
 
 

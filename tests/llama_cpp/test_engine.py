@@ -97,7 +97,6 @@ def test_flags_of_sampling_mean_the_same_on_both(write, flags):
         ["--key-scale", "auto"],
         ["--recent", "32"],
         ["--precision-bits", "8"],
-        ["--tolerance", "1e-4"],
         ["--window", "64"],
     ],
 )

@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 
 import kvedge
-from bench import distributed, figures, paged, push, quantizers, skip, state, state_steps
+from bench import distributed, figures, paged, push, quantizers, state, state_steps
 from bench.__main__ import PROGRAMS
-from bench.model_rows import rows_of_model
 from kvedge import system
 from kvedge.bench import contest, copies
 from kvedge.bench.shapes import CONTEXTS, AttentionShape
 from kvedge.cli import main
 from kvedge.console import exits
 from kvedge.core.half import decode_bfloat16
-from kvedge.data import STORIES_MODEL, STORIES_TEXT
-from kvedge.llama import LlamaModel
 
 ROOT = Path(__file__).parents[2]
 SMALL = AttentionShape("", 6, 2, 32)
@@ -31,7 +28,6 @@ TINY = ["--shape", "4,2,16", "--hot", "--rounds", "3"]
 COMMANDS = {
     "push": [*TINY, "--tokens", "1", "20"],
     "paged": [*TINY, "--context", "40", "--block-size", "4", "8", "--batch", "2"],
-    "skip": ["--hot", "--rounds", "3", "--context", "40", "--new-tokens", "5"],
     "state": "--layer lfm2-350m kimi-linear --hot --rounds 3 --tokens 1 3 --threads 1 2".split(),
 }
 
@@ -55,7 +51,7 @@ def _json(capsys, *arguments):
 
 def test_every_program_is_tried_here():
     assert {program.NAME for program in PROGRAMS} == {*COMMANDS, distributed.NAME}
-    assert (push, paged, skip, state, distributed) == PROGRAMS
+    assert (push, paged, state, distributed) == PROGRAMS
 
 
 @pytest.mark.subprocess
@@ -110,45 +106,6 @@ def test_paged_of_other_formats(capsys):
         main(["bench", "paged", *arguments, "--dtype", "kivi4", "--block-size", "48"]) != exits.OK
     )
     assert "multiples of 32 tokens, not 48" in capsys.readouterr().err
-
-
-def test_skip_json(capsys):
-    report = _json(capsys, "skip", "--context", "700", *COMMANDS["skip"][:3])
-    model, normal = report["cases"]
-    assert (model["data"], normal["data"]) == ("model", "normal")
-    for case in (model, normal):
-        assert [result["name"] for result in case["results"]] == ["dense", "0.0001", "0.001"]
-        assert case["results"][0]["ratio_to_dense"] == 1.0
-        assert case["results"][0]["dropped"] == 0.0
-        for result in case["results"]:
-            whole = case["results"][0]["bytes"]
-            assert result["bytes"] == pytest.approx(whole * (1 - result["dropped"] / 2))
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--model", "a.bin"], "--model and --text go together"),
-        (["--context", "40", "--new-tokens", "41"], "--new-tokens 41"),
-    ],
-)
-def test_skip_refuses_what_it_cannot_measure(capsys, words, told):
-    assert main(["bench", "skip", *words]) != exits.OK
-    assert told in capsys.readouterr().err
-
-
-def test_rows_of_windows_are_those_of_one_context():
-    model = LlamaModel.from_file(STORIES_MODEL)
-    tokens = model.tokenizer.encode(STORIES_TEXT.read_text(encoding="utf-8"))[:700]
-    whole = rows_of_model(model, tokens, 700, 3)
-    cache = model.new_cache("float32", max_seq_len=188)
-    model.forward(tokens[512:], cache)
-    cache.shift(512, rope=model.config.rope)
-    for i, layer in enumerate(whole):
-        assert layer.keys.shape == layer.values.shape == (700, 4, 8)
-        assert layer.queries.shape == (3, 8, 8)
-        np.testing.assert_allclose(layer.keys[512:], cache.k(i), atol=1e-5)
-        np.testing.assert_array_equal(layer.values[512:], cache.v(i))
 
 
 def test_state_json(capsys):

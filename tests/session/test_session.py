@@ -24,7 +24,6 @@ from session_support import (
     filled_cache,
     forge,
     put,
-    replaced,
     run,
     small_file,
 )
@@ -69,20 +68,6 @@ def path(tmp_path):
 # ---- what is saved comes back --------------------------------------------------------------------
 
 
-def test_a_loaded_cache_holds_the_same_bytes(path, rng, options, mmap):
-    cache = filled_cache(rng, **options)
-    cache.save(path, metadata={"model": "small", "ключ": "значение"})
-    loaded = KVCache.load(path, mmap=mmap)
-    assert type(loaded) is KVCache
-    assert cache_content(loaded) == cache_content(cache)
-    assert loaded.metadata == {"model": "small", "ключ": "значение"}
-    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "group_size", "scale_dtype"):
-        assert getattr(loaded, field) == getattr(cache, field)
-    assert loaded.max_seq_len == cache.max_seq_len
-    query = normal(rng, 4, DIM)
-    np.testing.assert_array_equal(loaded.attend(1, query), cache.attend(1, query))
-
-
 @pytest.mark.covering(1)
 def test_a_loaded_cache_goes_on_like_the_one_saved(path, rng, options, mmap):
     cache = filled_cache(rng, **options)
@@ -115,15 +100,6 @@ def test_a_mapped_cache_reserves_nothing_but_the_file(path, rng):
     assert view.shape == (TOKENS, HEADS, DIM) and view.any()  # the view outlives the growth
 
 
-def test_a_capped_cache_stays_capped(path, rng, mmap):
-    filled_cache(rng, max_seq_len=10).save(path)
-    loaded = KVCache.load(path, mmap=mmap)
-    feed(loaded, rng, 1)
-    token = normal(rng, HEADS, DIM)
-    with refuses(errors.CapacityExceededError, loaded):
-        loaded.append(0, token, token)
-
-
 def test_a_mapped_cache_survives_its_file(path, rng):
     cache = filled_cache(rng)
     cache.save(path)
@@ -142,17 +118,6 @@ def test_a_mapped_cache_attends_wherever_its_file_ends(path, rng, tokens):
     loaded = KVCache.load(path, mmap=True)
     query = normal(rng, 2, DIM)
     np.testing.assert_array_equal(loaded.attend(1, query), cache.attend(1, query))
-    assert cache_content(loaded) == cache_content(cache)
-
-
-def test_an_empty_cache_comes_back_empty(path, rng, options, mmap):
-    cache = KVCache(LAYERS, HEADS, DIM, **options)
-    cache.save(path)
-    loaded = KVCache.load(path, mmap=mmap)
-    assert len(loaded) == 0 and loaded.is_empty
-    kv = np.random.default_rng(3)
-    feed(loaded, np.random.default_rng(3), 4)
-    feed(cache, kv, 4)  # also: an automatic offset is still to be taken
     assert cache_content(loaded) == cache_content(cache)
 
 
@@ -253,20 +218,20 @@ def test_every_byte_of_a_file_counts(path, mmap):
     KVCache.load(path, mmap=mmap)
 
 
-def test_random_damage_is_found(path, rng):
+def test_random_damage_is_found(path, rng, refused):
     data = small_file(path)
     for _ in range(200):
         damaged = bytearray(data)
         for position in rng.integers(0, len(data), rng.integers(1, 9)):
             damaged[position] = rng.integers(256)
         if damaged != data:
-            assert_corrupt(path, bytes(damaged))
+            refused(path, bytes(damaged))
 
 
-def test_more_bytes_at_the_end_are_corrupt(path, mmap):
+def test_more_bytes_at_the_end_are_corrupt(path, refused):
     data = small_file(path)
     for more in (b"\0", b"\0" * 64, data):
-        assert_corrupt(path, data + more, mmap=mmap)
+        refused(path, data + more)
 
 
 def header(value, body=b"", size=None):
@@ -315,8 +280,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_foreign_files_are_refused(path, kind, mmap):
-    assert_corrupt(path, FOREIGN[kind], mmap=mmap)
+def test_foreign_files_are_refused(path, kind, refused):
+    refused(path, FOREIGN[kind])
 
 
 CHANGES = {  # of a header, to what is no JSON or describes no tensors
@@ -351,17 +316,20 @@ CHANGES = {  # of a header, to what is no JSON or describes no tensors
     "control character": (b"user.note", b"user.\n"),
     "half of a surrogate pair": (b"user.note", b"user.\\ud800"),
     "not UTF-8": (b"user.note", b"user.\xc3"),
+    "longer UTF-8 than it need be": (b"user.note", b"user.\xc0\x80"),
+    "half of a pair in UTF-8": (b"user.note", b"user.\xed\xa0\x80"),
+    "unknown escape": (b"user.note", b"user.\\x"),
     "metadata of numbers": (b'"x"', b"1"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_headers_that_the_safetensors_package_refuses_are_refused(path, change):
+def test_headers_that_the_safetensors_package_refuses_are_refused(path, change, refused):
     data = small_file(path)
     size = 8 + int.from_bytes(data[:8], "little")
     before, old, after = data[8:size].rpartition(CHANGES[change][0])
     assert old
-    assert_corrupt(path, header(before + CHANGES[change][1] + after, data[size:]))
+    refused(path, header(before + CHANGES[change][1] + after, data[size:]))
     safetensors = pytest.importorskip("safetensors")
     with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, "np"):
         pass
@@ -385,113 +353,20 @@ def test_a_forged_file_without_a_change_loads(path, rng):
     assert cache_content(KVCache.load(path)) == cache_content(cache)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("format", "pt"),
-        ("format", None),
-        ("format_version", "2"),
-        ("format_version", None),
-        ("num_layers", "3"),
-        ("num_layers", "1"),
-        ("num_layers", "0"),
-        ("num_layers", "1000000000000000000"),
-        ("num_layers", "9" * 5000),
-        ("num_layers", None),
-        ("num_kv_heads", "0"),
-        ("num_kv_heads", "80"),
-        ("head_dim", "1e3"),
-        ("head_dim", "-40"),
-        ("head_dim", "٤٠"),
-        ("head_dim", ""),
-        ("dtype", "float32"),
-        ("dtype", "int5"),
-        ("group_size", "0"),
-        ("group_size", "20"),
-        ("group_size", ""),
-        ("scale_dtype", "float16"),
-        ("scale_dtype", ""),
-        ("length", "8"),
-        ("length", "1099511627776"),
-        ("length", "10.0"),
-        ("max_seq_len", "8"),
-        ("max_seq_len", "0"),
-        ("max_seq_len", "many"),
-        ("key_offset", "yes"),
-        ("key_scale", ""),
-        ("key_scale", "yes"),
-        ("sha256", None),
-    ],
-)
-def test_metadata_that_does_not_fit_is_corrupt(path, rng, field, value, mmap):
-    filled_cache(rng).save(path)
-    if field == "sha256":
-        data = path.read_bytes()
-        path.write_bytes(data.replace(b'"sha256"', b'"sha255"'))
-    else:
-        forge(path, **{field: value})
-    assert_corrupt(path, mmap=mmap)
-
-
-def rename(tensors):
-    tensors["layers.7.key_codes"] = tensors.pop("layers.0.key_codes")
-
-
-TENSOR_DAMAGE = {
-    "code of -128": put("layers.1.value_codes", (3, 1, 5), -128),
-    "negative scale": put("layers.0.key_scales", (0, 0, 0), -1e-3),
-    "NaN scale": put("layers.0.value_scales", (8, 1, 0), np.nan),
-    "infinite scale": put("layers.1.key_scales", (4, 1, 0), np.inf),
-    "missing": lambda tensors: tensors.pop("layers.1.key_codes"),
-    "extra": lambda tensors: tensors.update(more=np.zeros(3, np.float32)),
-    "renamed": rename,
-    "offset of a layer that is not there": lambda tensors: tensors.update(
-        {"layers.9.key_offset": np.zeros((HEADS, DIM), np.float32)}
-    ),
-    "offset of another shape": lambda tensors: tensors.update(
-        {"layers.0.key_offset": np.zeros((HEADS, DIM + 1), np.float32)}
-    ),
-    "NaN offset": lambda tensors: tensors.update(
-        {"layers.0.key_offset": np.full((HEADS, DIM), np.nan, np.float32)}
-    ),
-    "key scale of 0": lambda tensors: tensors.update(
-        {"layers.0.key_scale": np.zeros((HEADS, DIM), np.float32)}
-    ),
-    "key scale that leads beyond float32": lambda tensors: tensors.update(
-        {"layers.0.key_scale": np.full((HEADS, DIM), 3e38, np.float32)}
-    ),
-    "key scale of another shape": lambda tensors: tensors.update(
-        {"layers.0.key_scale": np.ones((HEADS + 1, DIM), np.float32)}
-    ),
-    "float64": replaced("layers.0.key_scales", lambda x: x.astype(np.float64)),
-    "uint8": replaced("layers.0.key_codes", lambda x: x.view(np.uint8)),
-    "float16": replaced("layers.0.key_scales", lambda x: x.astype(np.float16)),
-    "fewer tokens": replaced("layers.1.value_codes", lambda x: x[:-1].copy()),
-    "flat": replaced("layers.1.value_codes", lambda x: x.reshape(TOKENS, -1)),
-}
-
-
-@pytest.mark.parametrize("damage", TENSOR_DAMAGE)
-def test_tensors_that_quantization_cannot_have_made_are_corrupt(path, rng, damage, mmap):
-    filled_cache(rng).save(path)
-    forge(path, TENSOR_DAMAGE[damage])
-    assert_corrupt(path, mmap=mmap)
-
-
-def test_float32_rows_must_be_finite(path, rng, mmap):
+def test_float32_rows_must_be_finite(path, rng, refused):
     filled_cache(rng, dtype="float32").save(path)
     forge(path, put("layers.1.key_codes", (2, 1, 3), np.inf))
-    assert_corrupt(path, match="finite", mmap=mmap)
+    refused(path, match="finite")
 
 
-def test_a_float32_cache_has_no_key_offset(path, rng):
+def test_a_float32_cache_has_no_key_offset(path, rng, refused):
     filled_cache(rng, dtype="float32").save(path)
     offset = {"layers.0.key_offset": np.zeros((HEADS, DIM), np.float32)}
     forge(path, lambda tensors: tensors.update(offset))
-    assert_corrupt(path, match="key_offset")
+    refused(path, match="key_offset")
     filled_cache(rng, dtype="float32").save(path)
     forge(path, key_scale="auto")
-    assert_corrupt(path, match="key_scale")
+    refused(path, match="key_scale")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
@@ -554,13 +429,6 @@ def test_paths_may_be_str_bytes_or_path(tmp_path, rng):
         assert cache_content(KVCache.load(name)) == cache_content(cache)
 
 
-def test_a_name_without_a_folder_is_the_current_one(tmp_path, rng, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    cache = filled_cache(rng)
-    cache.save("here")
-    assert cache_content(KVCache.load("here")) == cache_content(cache)
-
-
 @pytest.mark.parametrize(
     "bad", [{1: "a"}, {"a": 1}, {"a": None}, [("a", "b")], "ab", {"a": "\ud800"}]
 )
@@ -617,12 +485,3 @@ def test_a_new_file_has_usual_permissions_and_an_old_one_keeps_its(path, rng):
     path.chmod(0o600)
     cache.save(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-@pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")
-def test_a_link_stays_a_link(path, tmp_path, rng):
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    cache = filled_cache(rng)
-    cache.save(link)
-    assert link.is_symlink() and cache_content(KVCache.load(path)) == cache_content(cache)

@@ -304,24 +304,17 @@ def test_only_leftovers_of_the_same_name_are_removed(path, rng, tmp_path):
     assert cache_content(KVCache.load(path)) == cache_content(cache)
 
 
-def test_without_locks_nothing_is_removed(path, rng, monkeypatch):
-    left = path.parent / f".{path.name}.{'0' * 16}.tmp"
-    left.write_text("of a killed process")
-    monkeypatch.setattr("kvedge.files.replacing.fcntl", None)
-    cache = filled_cache(rng)
-    cache.save(path)
-    assert leftovers(path) == [left.name]
-    assert cache_content(KVCache.load(path)) == cache_content(cache)
-
-
-@needs_locks
-def test_on_a_file_system_without_locks_nothing_is_removed(path, rng, monkeypatch):
+@pytest.mark.parametrize("lacks", ["the system", pytest.param("the files", marks=needs_locks)])
+def test_without_locks_nothing_is_removed(lacks, path, rng, monkeypatch):
     def refuse(descriptor, operation):
         raise OSError(95, "Operation not supported")
 
     left = path.parent / f".{path.name}.{'0' * 16}.tmp"
     left.write_text("of a killed process")
-    monkeypatch.setattr("fcntl.flock", refuse)
+    if lacks == "the system":
+        monkeypatch.setattr("kvedge.files.replacing.fcntl", None)
+    else:
+        monkeypatch.setattr("fcntl.flock", refuse)
     cache = filled_cache(rng)
     cache.save(path)
     assert leftovers(path) == [left.name]

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from tiny_models import KvedgeCache, dynamic_cache, prompt, tiny_model, torch, transformers
+from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 
 import kvedge
 from kvedge import system
@@ -124,27 +124,6 @@ def test_reorder_select_and_repeat(pair):
         for mine, other in zip(*held, strict=True):
             assert_same([mine], [other])
         step(pair, 1, batch=batch)  # rows that were one are independent now
-
-
-def test_contrastive_search_as_the_hub_has_it():
-    """Its calls: copy for each candidate, take a step, keep one candidate."""
-    model = tiny_model("llama")
-    texts = []
-    for cache in (KvedgeCache(model.config, dtype="float32"), dynamic_cache(model)):
-        ids = prompt(2)["input_ids"]
-        with torch.no_grad():
-            logits = model(ids, past_key_values=cache).logits[:, -1]
-            for _ in range(8):
-                candidates = logits.topk(3).indices
-                cache.batch_repeat_interleave(3)
-                step = model(candidates.reshape(-1, 1), past_key_values=cache).logits[:, -1]
-                chosen = step.logsumexp(-1).reshape(2, 3).argmax(-1)
-                rows = torch.arange(2) * 3 + chosen
-                cache.batch_select_indices(rows)
-                logits = step[rows]
-                ids = torch.cat([ids, candidates.reshape(-1, 1)[rows]], 1)
-        texts.append(ids.tolist())
-    assert texts[0] == texts[1]
 
 
 def test_crop_takes_tokens_back(pair, config):

@@ -14,8 +14,10 @@ from kvedge.transformers import cache_argument, enable_drafts
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("transformers 4 has no states beside a cache", allow_module_level=True)
 
-STATES = ["Qwen3Next", "Qwen3_5Text", "GraniteMoeHybrid", "FalconH1", "KimiLinear", "OlmoHybrid"]
-FAMILIES = [*STATES, "NemotronH", "Lfm2", "Gemma4Text"]
+STATES = ["Qwen3Next", "Qwen3_5Text", "GraniteMoeHybrid", "FalconH1", "OlmoHybrid"]
+# torch computes several tokens of KimiLinear in seconds; test_accelerate has its drafts.
+KIMI = pytest.param("KimiLinear", marks=pytest.mark.slow)
+FAMILIES = [*STATES, KIMI, "NemotronH", "Lfm2", "Gemma4Text"]
 DENSE = ["Qwen3_5Text", "FalconH1", "OlmoHybrid", "Lfm2"]  # experts compute tokens together
 
 
@@ -64,6 +66,7 @@ def prompt():
     return ids
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", ["prompt-lookup", "assisted"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_writes_with_drafts_what_it_writes_without(models, name, mode):
@@ -166,7 +169,7 @@ def test_memory_of_a_recorded_past_does_not_grow(models):
     cache = new_cache(model)
     cache.activate_past_recording()
     held = []
-    for n in range(200):
+    for n in range(120):
         step(model, cache, 3 + n % 100)
         held.append(max(len(calls) for calls in cache._drafts._calls.values()))
     assert max(held) <= 64 + 2 * 16

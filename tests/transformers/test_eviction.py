@@ -6,7 +6,7 @@ import pytest
 from tiny_models import KvedgeCache, prompt, reference_model, tiny_model, torch, transformers
 from tiny_structures import structure_of
 
-from kvedge import Eviction, InvalidArgumentError
+from kvedge import InvalidArgumentError
 from kvedge.layer.layer import store_of
 from kvedge.transformers.evicting import KvedgeEvictingLayer
 
@@ -70,6 +70,7 @@ def test_sinks_and_recent_are_what_a_mask_shows_that_hides_the_others(family, pa
     assert difference.abs().max() < 2e-3 * wanted.abs().max()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "options",
@@ -147,19 +148,6 @@ def test_a_cache_goes_back_to_the_last_eviction_and_no_further():
     cache.token_ids = out[:, :69]
     assert cache.keep_prefix(torch.full((1, 9), 2)) == 0  # nothing in common: it begins anew
     assert torch.equal(generate(model, cache, inputs, max_new_tokens=30), out)
-
-
-def test_a_conversation_that_evicted_by_heavy_goes_on_with_snapkv(tmp_path, monkeypatch):
-    """Earlier versions had that method."""
-    model, inputs = tiny_model("llama"), prompt(1, 40)
-    cache = KvedgeCache(model.config, "int8", eviction="snapkv:tokens=24,window=6")
-    cache.token_ids = generate(model, cache, inputs)
-    with monkeypatch.context() as patch:
-        patch.setattr(Eviction, "__str__", lambda self: "heavy:tokens=24,every=2")
-        cache.save(tmp_path / "conversation")
-    loaded = KvedgeCache.load(tmp_path / "conversation", model.config)
-    assert loaded.eviction == Eviction("snapkv", tokens=24, window=6)
-    assert loaded.get_seq_length() == cache.get_seq_length()
 
 
 def test_no_checkpoint_before_an_eviction_is_left():

@@ -1,7 +1,5 @@
 """Every mode of generate that the installed transformers has, against its own cache."""
 
-import copy
-
 import pytest
 from tiny_models import (
     KvedgeCache,
@@ -99,35 +97,6 @@ def test_assisted_by_another_model():
     cache = KvedgeCache(model.config, dtype="float32")
     assert generate(model, cache, prompt(), assistant_model=assistant) == reference
     assert cache.get_seq_length() >= 36 - 13
-
-
-def test_a_kept_cache_goes_on_where_it_stopped(family):
-    model, inputs = tiny_model(family), prompt()
-    cache = KvedgeCache(model.config, dtype="float32")
-    whole = generate(model, KvedgeCache(model.config, dtype="float32"), inputs, max_new_tokens=30)
-    ids = inputs["input_ids"]
-    for _ in range(3):
-        ids = model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=10,
-            do_sample=False,
-        )  # fmt: skip
-    assert ids.tolist() == whole
-
-
-def test_a_prompts_cache_is_copied_for_each_question(family):
-    model, inputs = tiny_model(family), prompt()
-    document = KvedgeCache(model.config, dtype="float32")
-    with torch.no_grad():
-        model(**inputs, past_key_values=document)
-    for seed in (1, 2):
-        question = prompt(1, 4, seed=seed)["input_ids"]
-        ids = torch.cat([inputs["input_ids"], question], 1)
-        whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        cache = copy.deepcopy(document)
-        wanted = generate(model, KvedgeCache(model.config, dtype="float32"), whole)
-        assert generate(model, cache, whole) == wanted
-        assert document.get_seq_length() == 13
-        assert cache.get_seq_length() == 13 + 4 + 23
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -67,7 +67,7 @@ def test_keys_that_are_not_finite(model):
         ({"group_size": 0}, "group_size"),
         ({"dtype": "float32", "group_size": 8}, "group_size"),
         ({"precision_bits": 7}, "precision_bits"),
-        ({"tolerance": 1}, "tolerance"),
+        ({"tolerance": 1e-4}, "tolerance is no option of a KvedgeCache"),
         ({"num_threads": 0}, "num_threads"),
         ({"key_offset": "mean"}, "key_offset"),
         ({"key_offset": [None]}, "key_offset"),

@@ -143,7 +143,6 @@ const kvedge_row_kernels kvedge_rows_avx256 = {
     .dequantize = dequantize_portable,
     .transpose_scales = KVEDGE_NAME(transpose_scales),
     .softmax = KVEDGE_NAME(softmax),
-    .heavy_blocks = heavy_blocks_portable,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
     .read_bytes = KVEDGE_NAME(read_bytes),

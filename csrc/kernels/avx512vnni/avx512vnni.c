@@ -188,24 +188,6 @@ static void softmax_avx512vnni(float *scores, int num_queries, int num_tokens, c
 #undef SOFTMAX_OF
 }
 
-/* Four blocks at a time, for the same reason. */
-static uint32_t heavy_blocks_avx512vnni(const float *p, int num_queries, int num_blocks, const float *factor) {
-  uint32_t heavy = 0;
-  for (int b = 0; b < num_blocks; b += 4, p += 4 * BLOCK) {
-    __m512 largest[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) largest[j] = _mm512_mul_ps(_mm512_loadu_ps(p + j * BLOCK), _mm512_set1_ps(factor[0]));
-    for (int i = 1; i < num_queries; i++)
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        __m512 x = _mm512_mul_ps(_mm512_loadu_ps(p + i * KVEDGE_TILE + j * BLOCK), _mm512_set1_ps(factor[i]));
-        largest[j] = _mm512_max_ps(largest[j], x);
-      }
-    heavy |= (uint32_t)_mm_cmp_ps_mask(reduce_4(ADD, largest), _mm_set1_ps(1.0f), _CMP_GT_OQ) << b;
-  }
-  return num_blocks < KVEDGE_TILE_BLOCKS ? heavy & ((1u << num_blocks) - 1) : heavy; /* p has room for a whole tile */
-}
-
 #define WEIGHTED_SUM(of)                                                                                               \
   static void weighted_sum_##of##_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,                 \
                                              const kvedge_accumulators *to) {                                          \
@@ -296,7 +278,6 @@ static const kvedge_row_kernels path_rows = {
     .dequantize = dequantize_portable,
     .transpose_scales = transpose_scales_avx512vnni,
     .softmax = softmax_avx512vnni,
-    .heavy_blocks = heavy_blocks_avx512vnni,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
     .read_bytes = read_bytes_avx512vnni,

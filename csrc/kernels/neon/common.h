@@ -407,21 +407,6 @@ static void softmax_neon(float *scores, int num_queries, int num_tokens, const f
   }
 }
 
-/* As heavy_blocks_portable(). */
-static uint32_t heavy_blocks_neon(const float *p, int num_queries, int num_blocks, const float *factor) {
-  uint32_t heavy = 0;
-  for (int b = 0; b < num_blocks; b++, p += KVEDGE_BLOCK) {
-    float32x4_t largest[KVEDGE_BLOCK / 4];
-    UNROLLED (j, KVEDGE_BLOCK / 4) largest[j] = vmulq_n_f32(vld1q_f32(p + 4 * j), factor[0]);
-    for (int i = 1; i < num_queries; i++)
-      UNROLLED (j, KVEDGE_BLOCK / 4)
-        largest[j] = vmaxq_f32(largest[j], vmulq_n_f32(vld1q_f32(p + i * KVEDGE_TILE + 4 * j), factor[i]));
-    const float32x4_t sum = vaddq_f32(vaddq_f32(largest[0], largest[1]), vaddq_f32(largest[2], largest[3]));
-    heavy |= (uint32_t)(sum_across(sum) > 1.0f) << b;
-  }
-  return heavy;
-}
-
 /* ---- the yardsticks ---- */
 
 static uint64_t read_bytes_neon(const void *p, size_t n) {
@@ -449,7 +434,6 @@ static const kvedge_row_kernels path_rows = {
     .dequantize = dequantize_neon,
     .transpose_scales = transpose_scales_neon,
     .softmax = softmax_neon,
-    .heavy_blocks = heavy_blocks_neon,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
     .read_bytes = read_bytes_neon,

@@ -64,7 +64,6 @@ static const kvedge_row_kernels path_rows = {
     .dequantize = dequantize_portable,
     .transpose_scales = transpose_scales_portable,
     .softmax = softmax_portable,
-    .heavy_blocks = heavy_blocks_portable,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
     .read_bytes = read_bytes_portable,

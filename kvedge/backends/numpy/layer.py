@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -405,7 +405,7 @@ class LayerStore:
         )
         return [read for read in reads if read[4] < read[5]]
 
-    def attend(self, query: Array, options: Mapping[str, Any]) -> Any:
+    def attend(self, query: Array, options: dict[str, Any]) -> Any:
         return self._attend(query, **options)
 
     def _attend(
