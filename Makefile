@@ -34,7 +34,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(shell find kvedge -name "*.pyx" -o -name "*.px[id]") $(shell find csrc integrations -name "*.[ch]" -o -name "*.flags")
 
-.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-real test-real-short test-builds test-mutations test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
+.PHONY: help run ab test check test-numpy test-isa test-peers test-transformers test-transformers-old test-transformers-own test-slow test-real test-real-short test-builds test-mutations test-c test-musl test-library test-ggml test-llama-cpp test-llama-cpp-old loss-llama-cpp test-sanitize test-valgrind test-arm-c test-arm test-all test-free-threaded arm-cycles \
         wheel wheel-aarch64 cross test-oldx86 fuzz docs lint format clean
 
 run: $(VENV)/run.stamp
@@ -124,6 +124,9 @@ test-llama-cpp-old: $(addprefix $(VENV)/llama-cpp-,$(LLAMA_CPP_OLD))
 	for folder in $^; do \
 	  PYTHONPATH=$$folder GOMP_SPINCOUNT=0 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest tests/llama_cpp $(PYTEST_ARGS) || exit 1; \
 	done
+# What llama.cpp's quantized caches lose with kvedge and without, on the files that `make test-real` fetches (an hour).
+loss-llama-cpp: $(VENV)/llama.stamp
+	$(BIN)/python bench/llama_cpp_loss.py $(wildcard $(HOME)/.cache/kvedge/models/*.gguf) --prose ../shared/text/books_val.txt
 # The same with musl, whose threads have small stacks.
 test-musl:
 	tests/c/run.sh musl

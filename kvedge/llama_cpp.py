@@ -14,10 +14,11 @@ left.
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +32,7 @@ __all__ = ["Report", "disable", "enable", "environment", "library", "report"]
 
 LIBRARY = c_library.PACKAGE / "lib" / "libggml-kvedge.so"
 _TEXT_BYTES = 512
+_EXACT = "recent is 0 to 4,096 and sinks 0 to 64 tokens, got {} and {}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Report:
         Attention nodes that ggml has computed although kvedge was enabled, by the reason. Graphs
         without such nodes, since flash attention is off, and graphs of contexts that were made
         before :func:`enable` are counted as graphs; their reasons say what helps.
+    exact : mapping of str to int
+        Rows of a quantized cache that are kept in float16 besides (``enable(recent=, sinks=)``):
+        ``read``, how many attention nodes have read so far, ``changed``, how many no longer matched
+        their cells, ``held`` and ``bytes``, how many are held now, of all layers, and in how many
+        bytes.
     """
 
     enabled: bool
@@ -58,6 +65,7 @@ class Report:
     reason: str = ""
     taken: int = 0
     left: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    exact: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
         if not self.enabled:
@@ -70,7 +78,13 @@ class Report:
         if not self.taken and not self.left:
             return told
         left = "".join(f", {count} left ({reason})" for reason, count in self.left.items())
-        return f"{told}; {self.taken} attention nodes so far{left}"
+        told = f"{told}; {self.taken} attention nodes so far{left}"
+        if not self.exact.get("read"):
+            return told
+        return (
+            f"{told}; {self.exact['read']} exact rows read, {self.exact['changed']} no longer "
+            f"matched, {self.exact['held']} held in {self.exact['bytes']} bytes"
+        )
 
 
 _state: dict[str, Any] = {"library": None, "version": "", "reason": "enable() has not been called"}
@@ -106,18 +120,33 @@ def _load() -> ctypes.CDLL:
         loaded.kvedge_ggml_enable.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
         loaded.kvedge_ggml_enable.restype = ctypes.c_int
         loaded.kvedge_ggml_disable.restype = None
-        loaded.kvedge_ggml_count.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-        loaded.kvedge_ggml_count.restype = ctypes.c_long
+        for counts in (loaded.kvedge_ggml_count, loaded.kvedge_ggml_exact):
+            counts.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+            counts.restype = ctypes.c_long
+        loaded.kvedge_ggml_keep_exact.argtypes = [ctypes.c_int, ctypes.c_int]
+        loaded.kvedge_ggml_keep_exact.restype = ctypes.c_int
         _state["library"] = loaded
     return _state["library"]  # type: ignore[no-any-return]
 
 
-def enable() -> Report:
+def enable(recent: int | None = None, sinks: int | None = None) -> Report:
     """Let the llama.cpp of ``llama_cpp`` (llama-cpp-python) attend with kvedge.
 
     Contexts (``llama_cpp.Llama``) that are made from now on do; older ones go on as before. They
     need flash attention, which is llama.cpp's default ("auto"), and in llama-cpp-python
     ``flash_attn=True``.
+
+    Beside a quantized cache (``type_k``, ``type_v``, ``-ctk``, ``-ctv``: q8_0, q4_0, ...) the rows
+    of each sequence's last and first tokens are kept in float16 and read instead of the stored
+    ones; the cache has the same bytes as without.
+
+    Parameters
+    ----------
+    recent : int, optional
+        So many last tokens of a sequence, 0 to 4,096; 0: no exact rows at all. By default what
+        ``KVEDGE_GGML_RECENT`` says, or 32.
+    sinks : int, optional
+        So many first tokens besides, 0 to 64. By default what ``KVEDGE_GGML_SINKS`` says, or 4.
 
     Returns
     -------
@@ -129,8 +158,16 @@ def enable() -> Report:
     BackendUnavailableError
         kvedge was installed without ``libggml-kvedge.so``, or ``llama_cpp`` is not installed, too
         old, or cannot be imported; then the reason is its cause.
+    ValueError
+        Numbers of tokens out of range.
     """
     loaded = _load()
+    for number in (recent, sinks):
+        if number is not None and operator.index(number) < 0:
+            raise ValueError(_EXACT.format(recent, sinks))
+    asked = [-1 if number is None else operator.index(number) for number in (recent, sinks)]
+    if not loaded.kvedge_ggml_keep_exact(*asked):
+        raise ValueError(_EXACT.format(recent, sinks))
     llama_cpp = packages.require(
         "llama_cpp", "kvedge.llama_cpp.enable() needs", error=BackendUnavailableError
     )
@@ -166,23 +203,29 @@ def report() -> Report:
     Report
         The counts are those of the whole process.
     """
-    taken, left = 0, {}
+    taken, left, exact = 0, {}, {}
     if _state["library"] is not None:
-        name = ctypes.c_char_p()
-        index = 0
-        while (count := _state["library"].kvedge_ggml_count(index, ctypes.byref(name))) >= 0:
-            if index == 0:
-                taken = count
-            elif count:
-                left[(name.value or b"").decode()] = count
-            index += 1
+        counts = list(_counts(_state["library"].kvedge_ggml_count))
+        taken = counts[0][1]
+        left = {name: count for name, count in counts[1:] if count}
+        exact = dict(_counts(_state["library"].kvedge_ggml_exact))
     return Report(
         enabled=bool(_state["version"]),
         version=_state["version"],
         reason=_state["reason"],
         taken=taken,
         left=MappingProxyType(left),
+        exact=MappingProxyType(exact),
     )
+
+
+def _counts(function: Any) -> Iterator[tuple[str, int]]:
+    """Yield what a function of the library tells by index, until there is no more."""
+    name = ctypes.c_char_p()
+    index = 0
+    while (count := function(index, ctypes.byref(name))) >= 0:
+        yield (name.value or b"").decode(), count
+        index += 1
 
 
 def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:

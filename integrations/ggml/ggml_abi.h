@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 /* Numbers of types are those of GGUF files; their names and blocks are checked as well. */
-enum { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q8_0 = 8, TYPE_BF16 = 30 };
+enum { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q8_0 = 8, TYPE_I32 = 26, TYPE_I64 = 27, TYPE_BF16 = 30 };
 enum { STATUS_SUCCESS = 0 };
 enum { DEVICE_TYPE_CPU = 0, DEVICE_TYPE_ACCEL = 3 }; /* ACCEL: 2 with version 1 of the API, which has no IGPU */
 enum { OLDEST_API = 1, NEWEST_API = 2 };             /* of ggml_backend_reg.api_version: what has been tried */
@@ -99,6 +99,13 @@ typedef struct {
   to_float to_float;
   /* more */
 } type_traits;
+
+/* Of a CPU backend, not of ggml itself. */
+typedef void (*from_float)(const float *row, void *to, int64_t num);
+typedef struct {
+  from_float from_float;
+  /* more */
+} cpu_type_traits;
 
 /* The functions of the ggml that is loaded: FUNCTION(result, name, arguments). */
 #define GGML_FUNCTIONS(FUNCTION)                                                                                       \

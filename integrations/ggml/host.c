@@ -44,7 +44,10 @@ static void free_hooked(backend *b) {
   if (s->helper) s->of->f.ggml_backend_free(s->helper);
   for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) forget_masks(&s->masks[i]);
   free(s->sides[0].room), free(s->sides[1].room), free(s->jobs), free(s->memory), free(s->calls), free(s->caches),
-      free(s->options), free(s->segments), free(s->slopes), free(s);
+      free(s->options), free(s->segments), free(s->slopes), free(s->tokens), free(s->places), free(s->is_stored),
+      free(s->bias), free(s->runs);
+  forget_exact(s);
+  free(s);
   own(b);
 }
 
@@ -56,6 +59,42 @@ static int has_softmax_of_heads(const host *h, graph *g) {
     if ((node->src[1] || node->ne[2] > 1) && strcmp(h->f.ggml_op_name(node->op), "SOFT_MAX") == 0) return 1;
   }
   return 0;
+}
+
+/* Makes a node a custom one, whose own operation and parameters are kept. */
+static void make_custom(const host *h, tensor *node, int32_t *params, custom_op run, void *userdata) {
+  const custom_params custom = {run, N_TASKS_MAX, userdata};
+  memcpy(params, node->op_params, PARAM_BYTES);
+  memset(node->op_params, 0, PARAM_BYTES);
+  memcpy(node->op_params, &custom, sizeof custom);
+  node->op = h->op_custom;
+}
+
+/* Lets the nodes that write rows into quantized caches run on kvedge, so that exact ones are kept; returns how many. */
+static int replace_writes(hooked_backend *s, graph *g) {
+  const host *h = s->of;
+  const int num_nodes = exact_recent() ? h->f.ggml_graph_n_nodes(g) : 0;
+  int num = 0;
+  for (int i = 0; i < MOST_WRITTEN; i++) s->written[i].node = NULL; /* of the last graph */
+  for (int i = 0; i < num_nodes; i++) {
+    tensor *node = h->f.ggml_graph_node(g, i);
+    if (!writes_rows(h, node)) continue;
+    if (!grow(&s->write_jobs, &s->room_write_jobs, num + 1, sizeof *s->write_jobs)) break;
+    s->write_jobs[num] = (write_job){.of = s, .node = node, .op = node->op};
+    if (!reserve_written(s, &s->write_jobs[num], num)) break;
+    num++;
+  }
+  for (int i = 0; i < num; i++) {
+    write_job *j = &s->write_jobs[i];
+    make_custom(h, j->node, j->params, run_write, j);
+  }
+  s->num_graphs++;
+  return num;
+}
+
+static void restore_write(const write_job *j) {
+  j->node->op = j->op;
+  memcpy(j->node->op_params, j->params, sizeof j->params);
 }
 
 /* Lets the attention nodes of a graph run on kvedge; returns how many. */
@@ -77,14 +116,8 @@ static int replace_nodes(hooked_backend *s, graph *g) {
     s->jobs[num++] = (node_job){.of = s, .node = node};
   }
   if (!num_attention && has_softmax_of_heads(h, g)) count(LEFT_NO_NODE, 1);
-  for (int i = 0; i < num; i++) { /* once the jobs stay where they are */
-    node_job *j = &s->jobs[i];
-    const custom_params params = {run_node, N_TASKS_MAX, j};
-    memcpy(j->params, j->node->op_params, sizeof j->params);
-    memset(j->node->op_params, 0, sizeof j->params);
-    memcpy(j->node->op_params, &params, sizeof params);
-    j->node->op = h->op_custom;
-  }
+  for (int i = 0; i < num; i++) /* once the jobs stay where they are */
+    make_custom(h, s->jobs[i].node, s->jobs[i].params, run_node, &s->jobs[i]);
   return num;
 }
 
@@ -96,9 +129,10 @@ static int compute_hooked(backend *b, graph *g) {
     count(LEFT_BUSY, 1);
     return s->compute(b, g);
   }
-  const int num = replace_nodes(s, g);
+  const int num = replace_nodes(s, g), num_writes = num ? replace_writes(s, g) : 0;
   const int status = s->compute(b, g);
   for (int i = 0; i < num; i++) restore_node(&s->jobs[i]);
+  for (int i = 0; i < num_writes; i++) restore_write(&s->write_jobs[i]);
   atomic_flag_clear(&s->is_busy);
   return status;
 }
@@ -156,6 +190,14 @@ static int find_functions(host *h, char *why, size_t why_bytes) {
   memcpy(&h->f.name, &at, sizeof at);
   GGML_FUNCTIONS(FIND)
 #undef FIND
+  /* A CPU backend that is a library of its own is none that the handle knows. */
+  void *init = NULL;
+  memcpy(&init, &h->cpu->init_backend, sizeof init);
+  if ((at = dlsym(h->handle, "ggml_get_type_traits_cpu")) ||
+      (at = dlsym(library_of(init), "ggml_get_type_traits_cpu"))) {
+    memcpy(&h->cpu_traits, &at, sizeof at);
+    h->encode_float16 = h->cpu_traits(TYPE_F16)->from_float;
+  }
   const char *(*version)(void) = NULL;
   if ((at = dlsym(h->handle, "ggml_version"))) memcpy(&version, &at, sizeof at);
   snprintf(h->name, sizeof h->name, "ggml %s", version ? version() : "of an unknown version");
@@ -184,6 +226,26 @@ static tiny make_tiny(const ggml_functions *f, void *userdata) {
   t.g = f->ggml_new_graph(t.ctx);
   f->ggml_build_forward_expand(t.g, t.out);
   return t;
+}
+
+/* Do the CPU backend's functions encode as float16 and q8_0 are known? */
+static int encodes_as_known(const host *h) {
+  enum { BLOCK = 32 };
+  uint16_t halves[2] = {0, 0};
+  struct {
+    uint16_t scale;
+    int8_t codes[BLOCK];
+  } block = {.scale = 0};
+  float row[BLOCK];
+  for (int i = 0; i < BLOCK; i++)
+    row[i] = (float)(i * 8 - 127 + (i == BLOCK - 1) * 6); /* -127 to 127, so the scale is 1 */
+  const from_float encode = encoder_of(h, TYPE_Q8_0);
+  if (!h->encode_float16 || !encode) return 0;
+  h->encode_float16((const float[]){1.0f, -5.0f}, halves, 2);
+  encode(row, &block, BLOCK);
+  int is_known = halves[0] == 0x3c00 && halves[1] == 0xc500 && block.scale == 0x3c00;
+  for (int i = 0; i < BLOCK; i++) is_known &= block.codes[i] == (int8_t)row[i];
+  return is_known;
 }
 
 /* Are tensors laid out as in ggml_abi.h? */
@@ -227,6 +289,7 @@ static int check_tensors(host *h, const tiny *t, const void *userdata, char *why
   const to_float decode = f->ggml_get_type_traits(TYPE_F16)->to_float;
   if (decode) decode(halves, decoded, 2);
   EXPECT(decoded[0] == 1.0f && decoded[1] == -5.0f, "its types are laid out in another way");
+  if (h->cpu_traits && !encodes_as_known(h)) h->encode_float16 = NULL; /* no exact rows then */
   EXPECT(f->ggml_graph_n_nodes(t->g) == 1 && f->ggml_graph_node(t->g, 0) == t->out, "its graphs are other ones");
   return 1;
 }
@@ -373,6 +436,11 @@ static void print_counts(void) {
   fprintf(stderr, "kvedge (%s): %ld attention nodes", kvedge_isa_name(), counted(TAKEN));
   for (int i = TAKEN + 1; i < NUM_REASONS; i++)
     if (counted((reason)i)) fprintf(stderr, "; left to ggml: %ld (%s)", counted((reason)i), name_of_reason((reason)i));
+  const char *name = NULL, *before = "; exact rows: ";
+  for (int i = 0; i < 2 && kvedge_ggml_exact(0, &name) > 0; i++, before = ", ") { /* read, changed */
+    const long num = kvedge_ggml_exact(i, &name);
+    fprintf(stderr, "%s%ld %s", before, num, name);
+  }
   fprintf(stderr, "\n");
 }
 

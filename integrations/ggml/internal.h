@@ -4,6 +4,7 @@
  *   host.c      a ggml is found, checked, tried and taken over; what its CPU backends compute
  *   node.c      one attention node on kvedge, on ggml's own threads
  *   masks.c     what a mask shows, as runs of cells
+ *   exact.c     rows of the last and first tokens in float16, beside a quantized cache
  *   device.c    a device of ggml's, for test-backend-ops and for those who load backends themselves
  *   exec.c      programs that this one starts or becomes without kvedge
  *   counts.c    how many nodes were taken and left, and why left
@@ -85,6 +86,8 @@ typedef struct {
   device *cpu;
   backend *(*init_backend)(device *, const char *); /* the CPU device's own */
   void *(*get_proc_address)(reg *, const char *);   /* of its registry; NULL unless it was replaced */
+  const cpu_type_traits *(*cpu_traits)(int type);   /* NULL: exact rows cannot be kept */
+  from_float encode_float16;
   int op_attention, op_custom;
   int at_free, at_compute, at_device; /* words of a backend */
   char name[64];                      /* "ggml 0.25.3" */
@@ -111,6 +114,39 @@ typedef struct {
   size_t room_bytes;
 } side;
 
+/* Rows that a node has written into a quantized cache, in float16. */
+typedef struct {
+  const tensor *node; /* NULL: none */
+  void *memory;       /* float16 (rows, elements), then for each row whether it is finite */
+  size_t bytes;
+} written_rows;
+enum { MOST_WRITTEN = 4 }; /* nodes of a graph whose rows are there at the same time: of the next attention node */
+
+/* A node that writes rows, run by kvedge. */
+typedef struct {
+  struct hooked_backend *of;
+  tensor *node;
+  int op; /* and parameters: its own */
+  int32_t params[PARAM_BYTES / 4];
+  written_rows *to;
+} write_job;
+
+/* The rows of a cell that are to be read instead of the stored ones, of KV head 0. */
+typedef struct {
+  int64_t cell;
+  const char *rows[2]; /* of keys, of values: in float16, or where they lie if that side is not quantized */
+} exact_row;
+
+/* A token of the graph, as a row that may be kept. */
+typedef struct {
+  int sequence, position, is_kept; /* sequence -1: of none */
+} token_place;
+
+/* Where a call's segments begin, and what its options point to: a mask, a bias; -1: none. */
+typedef struct {
+  int first_segment, first_cell, first_bias;
+} call_place;
+
 /* What belongs to a CPU backend whose graphs kvedge looks at. */
 typedef struct hooked_backend {
   struct hooked_backend *following;
@@ -123,20 +159,33 @@ typedef struct hooked_backend {
   backend *helper; /* a CPU backend of ggml's own, of one thread, for nodes that fall back; or NULL */
 
   node_job *jobs;
+  write_job *write_jobs;
   seen_cells masks[4]; /* of the graph, by mask */
-  int room_jobs, next_mask;
+  int room_jobs, room_write_jobs, next_mask;
+  written_rows written[MOST_WRITTEN];
+  struct kept_rows *kept; /* of all layers */
+  int64_t num_graphs;
 
   /* Of the node that runs. */
-  side sides[2];         /* keys, values */
+  side sides[2];    /* keys, values */
+  exact_row *exact; /* of the stream at hand, by cell */
+  kvedge_rows exact_sides[2];
+  token_place *tokens;
+  int num_exact, room_exact, room_tokens;
   kvedge_slices *slices; /* NULL: it falls back */
   void *memory;
   size_t memory_bytes;
   kvedge_attention_call *calls;
-  kvedge_rows_cache *caches; /* of calls */
-  kvedge_attention_options *options;
+  kvedge_rows_cache *caches;         /* of calls */
+  kvedge_attention_options *options; /* of calls */
+  call_place *places;                /* of calls */
   kvedge_rows_segment *segments;
+  uint8_t *is_stored; /* of cells: 1: the stored row is read, where a mask is added */
+  uint16_t *bias;     /* what is added for exact rows there */
+  cell_run *runs;     /* of the rows at hand */
   float *slopes;
-  int room_calls, room_caches, room_options, room_segments, room_slopes;
+  int num_calls, num_segments, num_cells, num_bias;
+  int room_calls, room_caches, room_options, room_places, room_segments, room_cells, room_bias, room_runs, room_slopes;
 } hooked_backend;
 
 /* The host of a CPU device, found, checked and tried; NULL: `why` tells what is not as expected. */
@@ -162,6 +211,23 @@ static inline void set_num_threads(const host *h, backend *b, int num_threads) {
   memcpy(&set, &at, sizeof at);
   if (set) set(b, num_threads);
 }
+
+/* ---- exact.c ---- */
+
+/* How many of a sequence's last tokens are kept; 0: none are, and nodes that write rows stay ggml's. */
+int exact_recent(void);
+/* Does a node write float32 rows into a quantized cache, as run_write does? */
+int writes_rows(const host *h, const tensor *node);
+/* The function of the CPU backend for a type; NULL: it has none. */
+static inline from_float encoder_of(const host *h, int type) { return h->cpu_traits(type)->from_float; }
+/* Room for what write node `index` of a graph writes; 0: there is no memory. */
+int reserve_written(hooked_backend *s, write_job *j, int index);
+void run_write(tensor *dst, int ith, int nth, void *userdata);
+/* Finds the exact rows of a node's stream, whose sides are set, in s->exact and s->exact_sides. */
+void find_exact(hooked_backend *s, const tensor *node, int64_t stream);
+/* Keeps what the graph wrote for a node that has run. */
+void remember_rows(hooked_backend *s, const tensor *node);
+void forget_exact(hooked_backend *s);
 
 /* ---- node.c ---- */
 

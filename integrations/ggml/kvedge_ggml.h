@@ -19,6 +19,15 @@ void kvedge_ggml_disable(void);
  * -1: there is no such index. */
 long kvedge_ggml_count(int index, const char **name);
 
+/* Beside quantized caches, the last `recent` tokens' rows of each sequence (0 to 4096; 0: none) and the first `first` ones'
+ * (0 to 64) are kept in float16 and read instead of the stored ones. -1, and by default: what KVEDGE_GGML_RECENT and
+ * KVEDGE_GGML_SINKS say, else 32 and 4. Returns 0 for other numbers, and nothing is changed. */
+int kvedge_ggml_keep_exact(int recent, int first);
+
+/* What came of it, by index: rows read so far (of all nodes), rows that no longer matched their cells, rows held now, bytes held
+ * now; -1: there is no such index. */
+long kvedge_ggml_exact(int index, const char **name);
+
 /* In the place of ggml's function of this name where the library is preloaded. */
 struct backend *ggml_backend_dev_init(struct device *device, const char *params);
 

@@ -160,39 +160,123 @@ static void decode_part(const side *of, int part) {
                  (float *)(to + cell * of->rows.token_stride + head * of->rows.head_stride), t->ne[0]);
 }
 
-/* The call of a group of query rows; `segments` are its own. */
-static void make_call(const hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream,
-                      const row_group *g, const cell_run *runs, kvedge_rows_segment *segments,
-                      kvedge_attention_options *options, kvedge_rows_cache *cache, kvedge_attention_call *call) {
-  const tensor *q = node->src[QUERY], *k = node->src[KEYS], *mask = node->src[MASK];
-  const side *keys = &s->sides[0], *values = &s->sides[1];
-  const int64_t kv_stream = stream / (q->ne[3] / k->ne[3]);
-  for (int i = 0; i < g->num_runs; i++)
-    segments[i] = (kvedge_rows_segment){
-        keys->data + kv_stream * keys->stream_stride + runs[i].first * keys->rows.token_stride,
-        values->data + kv_stream * values->stream_stride + runs[i].first * values->rows.token_stride,
-        runs[i].stop - runs[i].first};
+/* ---- Exact rows beside stored ones ------------------------------------------------------------- */
+
+/* What a group of query rows reads: stored rows in runs, and exact rows, which are the last of it where it is causal. */
+typedef struct {
+  const cell_run *runs; /* as the mask shows them */
+  int num_runs;
+  int64_t first, stop; /* of the last run: cells whose exact rows are read */
+  int is_causal;       /* exact rows */
+  int only_behind;     /* of a window: exact cells before `first` are not read */
+} exact_range;
+
+/* Which cells' exact rows a group may read: those that all its rows see, and those at its end, which are causal. */
+static exact_range exact_range_of(const hooked_backend *s, const row_group *g, const cell_run *runs) {
+  const cell_run last = runs[g->num_runs - 1];
+  exact_range of = {.runs = runs, .num_runs = g->num_runs, .first = last.first, .stop = last.stop};
+  if (g->count == 1 || g->biased) return of;
+  int at = s->num_exact; /* the first of those that lie side by side up to the end */
+  while (at > 0 && s->exact[at - 1].cell >= last.stop) at--;
+  int64_t first = last.stop;
+  while (at > 0 && s->exact[at - 1].cell == first - 1 && first > last.first) at--, first--;
+  const int64_t seen_by_all = last.stop - g->count + 1;
+  of.is_causal = first <= seen_by_all;
+  if (g->window) of.only_behind = 1, of.first = of.is_causal ? first : last.stop;
+  else if (!of.is_causal) of.stop = seen_by_all > last.first ? seen_by_all : last.first;
+  return of;
+}
+
+static int is_exact_read(const exact_range *of, int64_t cell) {
+  if (cell >= of->runs[of->num_runs - 1].first) return cell >= of->first && cell < of->stop;
+  for (int i = 0; i + 1 < of->num_runs && !of->only_behind; i++)
+    if (cell >= of->runs[i].first && cell < of->runs[i].stop) return 1;
+  return 0;
+}
+
+/* ---- Calls ------------------------------------------------------------------------------------- */
+
+static const char *stored_row(const side *of, int64_t kv_stream, int64_t cell) {
+  return of->data + kv_stream * of->stream_stride + cell * of->rows.token_stride;
+}
+
+/* Another segment of the node's; 0: there is no memory. */
+static int add_segment(hooked_backend *s, const char *keys, const char *values, int64_t num_tokens) {
+  if (!grow(&s->segments, &s->room_segments, s->num_segments + 1, sizeof *s->segments)) return 0;
+  s->segments[s->num_segments++] = (kvedge_rows_segment){keys, values, num_tokens};
+  return 1;
+}
+
+/* Segments of a group's stored rows: its runs, without cells whose exact rows are read. */
+static int add_stored(hooked_backend *s, const exact_range *of, int64_t kv_stream) {
+  int at = 0;
+  for (int i = 0; i < of->num_runs; i++) {
+    int64_t first = of->runs[i].first;
+    while (at < s->num_exact && s->exact[at].cell < first) at++;
+    for (; first < of->runs[i].stop; at++) {
+      const int64_t cell = at < s->num_exact && s->exact[at].cell < of->runs[i].stop ? s->exact[at].cell : -1;
+      if (cell >= 0 && !is_exact_read(of, cell)) continue;
+      const int64_t stop = cell < 0 ? of->runs[i].stop : cell;
+      if (stop > first && !add_segment(s, stored_row(&s->sides[0], kv_stream, first),
+                                       stored_row(&s->sides[1], kv_stream, first), stop - first))
+        return 0;
+      if (cell < 0) break;
+      first = cell + 1;
+    }
+  }
+  return 1;
+}
+
+/* Segments of its exact rows; those that lie side by side in one. */
+static int add_exact_rows(hooked_backend *s, const exact_range *of) {
+  const int first = s->num_segments;
+  for (int i = 0; i < s->num_exact; i++) {
+    const exact_row *row = &s->exact[i];
+    if (!is_exact_read(of, row->cell)) continue;
+    kvedge_rows_segment *last = s->num_segments > first ? &s->segments[s->num_segments - 1] : NULL;
+    if (last && row->rows[0] == (const char *)last->keys + last->num_tokens * s->exact_sides[0].token_stride &&
+        row->rows[1] == (const char *)last->values + last->num_tokens * s->exact_sides[1].token_stride)
+      last->num_tokens++;
+    else if (!add_segment(s, row->rows[0], row->rows[1], 1)) return 0;
+  }
+  return 1;
+}
+
+static int64_t tokens_from(const hooked_backend *s, int first_segment) {
+  int64_t num = 0;
+  for (int i = first_segment; i < s->num_segments; i++) num += s->segments[i].num_tokens;
+  return num;
+}
+
+/* Where the mask of a group's rows lies, of the first head and cell 0. */
+static const uint16_t *mask_of(const tensor *node, int64_t stream, const row_group *g) {
+  const tensor *mask = node->src[MASK];
+  return (const uint16_t *)((const char *)mask->data + stream % mask->ne[3] * (int64_t)mask->nb[3] +
+                            g->first * (int64_t)mask->nb[1]);
+}
+
+/* Another call of the node's, of a group of query rows and the segments from `first_segment` on; NULL: there is no memory. */
+static kvedge_attention_call *add_call(hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream,
+                                       const row_group *g, const kvedge_rows sides[2], int first_segment) {
+  const tensor *q = node->src[QUERY], *k = node->src[KEYS];
+  if (!grow(&s->calls, &s->room_calls, s->num_calls + 1, sizeof *s->calls) ||
+      !grow(&s->options, &s->room_options, s->num_calls + 1, sizeof *s->options) ||
+      !grow(&s->caches, &s->room_caches, s->num_calls + 1, sizeof *s->caches) ||
+      !grow(&s->places, &s->room_places, s->num_calls + 1, sizeof *s->places))
+    return NULL;
+  s->places[s->num_calls] = (call_place){first_segment, -1, -1};
+  kvedge_attention_options *options = &s->options[s->num_calls];
   kvedge_attention_defaults(options);
   options->scale = param(params, 0);
   options->softcap = param(params, 2);
-  options->causal = g->count > 1 && !g->biased;
-  options->window = g->window;
+  options->causal = 0;
   if (node->src[SINKS]) options->sink_logits = node->src[SINKS]->data;
-  if (g->biased) {
-    const char *m = (const char *)mask->data + stream % mask->ne[3] * (int64_t)mask->nb[3];
-    options->half_bias = (const uint16_t *)(m + g->first * (int64_t)mask->nb[1]) + runs[0].first;
-    options->bias_strides[0] = mask->ne[2] > 1 ? (int64_t)mask->nb[2] / 2 : 0;
-    options->bias_strides[1] = (int64_t)mask->nb[1] / 2;
-    options->bias_strides[2] = 1;
-    if (param(params, 1) != 0.0f) options->bias_factors = s->slopes;
-  }
-  *cache = (kvedge_rows_cache){.keys = keys->rows,
-                               .values = values->rows,
-                               .num_kv_heads = (int)k->ne[2],
-                               .segments = segments,
-                               .num_segments = g->num_runs};
+  s->caches[s->num_calls] = (kvedge_rows_cache){.keys = sides[0],
+                                                .values = sides[1],
+                                                .num_kv_heads = (int)k->ne[2],
+                                                .num_segments = s->num_segments - first_segment};
+  kvedge_attention_call *call = &s->calls[s->num_calls++];
   *call = (kvedge_attention_call){
-      .rows = cache,
       .num_heads = (int)q->ne[2],
       .num_rows = g->count,
       .query = {.data = (char *)q->data + stream * (int64_t)q->nb[3] + g->first * (int64_t)q->nb[1],
@@ -201,49 +285,144 @@ static void make_call(const hooked_backend *s, const tensor *node, const int32_t
       .out = {.data = (char *)node->data + stream * (int64_t)node->nb[3] + g->first * (int64_t)node->nb[2],
                 .token_stride = (ptrdiff_t)node->nb[2],
                 .head_stride = (ptrdiff_t)node->nb[1]},
-      .options = options
   };
+  return call;
+}
+
+/* The mask is added to the logits of stored rows from a cell on. */
+static void add_bias(const hooked_backend *s, const tensor *node, const int32_t *params, const uint16_t *from,
+                     kvedge_attention_options *options) {
+  const tensor *mask = node->src[MASK];
+  options->half_bias = from;
+  options->bias_strides[0] = mask->ne[2] > 1 ? (int64_t)mask->nb[2] / 2 : 0;
+  options->bias_strides[1] = (int64_t)mask->nb[1] / 2;
+  options->bias_strides[2] = 1;
+  if (param(params, 1) != 0.0f) options->bias_factors = s->slopes;
+}
+
+/* Calls of a group whose mask is added: of all stored rows, those hidden whose exact ones are read, and of the exact ones. */
+static int add_biased(hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream, int64_t kv_stream,
+                      const row_group *g, const exact_range *of) {
+  const kvedge_rows sides[2] = {s->sides[0].rows, s->sides[1].rows};
+  const uint16_t *mask = mask_of(node, stream, g) + of->first;
+  const int64_t num_cells = of->stop - of->first, stride = (int64_t)node->src[MASK]->nb[1] / 2;
+  const int first = s->num_segments;
+  if (!add_segment(s, stored_row(&s->sides[0], kv_stream, of->first), stored_row(&s->sides[1], kv_stream, of->first),
+                   num_cells))
+    return 0;
+  if (!add_call(s, node, params, stream, g, sides, first)) return 0;
+  add_bias(s, node, params, mask, &s->options[s->num_calls - 1]);
+  const int first_exact = s->num_segments;
+  if (!add_exact_rows(s, of)) return 0;
+  const int64_t num = tokens_from(s, first_exact);
+  if (num == 0) return 1;
+  if (!grow(&s->is_stored, &s->room_cells, (int)(s->num_cells + num_cells), sizeof *s->is_stored) ||
+      !grow(&s->bias, &s->room_bias, (int)(s->num_bias + g->count * num), sizeof *s->bias) ||
+      !add_call(s, node, params, stream, g, s->exact_sides, first_exact))
+    return 0;
+  kvedge_attention_options *options = &s->options[s->num_calls - 2];
+  options[0].mask_strides[2] = 1;
+  options[1].bias_strides[1] = num, options[1].bias_strides[2] = 1;
+  options[1].bias_factors = options[0].bias_factors;
+  s->calls[s->num_calls - 1].joins = 1;
+  s->places[s->num_calls - 2].first_cell = s->num_cells, s->places[s->num_calls - 1].first_bias = s->num_bias;
+  uint8_t *is_stored = s->is_stored + s->num_cells;
+  uint16_t *bias = s->bias + s->num_bias;
+  s->num_cells += (int)num_cells, s->num_bias += (int)(g->count * num);
+  memset(is_stored, 1, (size_t)num_cells);
+  for (int i = 0, n = 0; i < s->num_exact; i++) {
+    const int64_t cell = s->exact[i].cell;
+    if (!is_exact_read(of, cell)) continue;
+    is_stored[cell - of->first] = 0;
+    for (int64_t row = 0; row < g->count; row++) bias[row * num + n] = mask[row * stride + cell - of->first];
+    n++;
+  }
+  return 1;
+}
+
+/* Calls of a group of query rows that see runs of cells. */
+static int add_group(hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream, int64_t kv_stream,
+                     const row_group *g, const exact_range *of, int is_masked) {
+  const kvedge_rows sides[2] = {s->sides[0].rows, s->sides[1].rows};
+  const int first = s->num_segments, num_calls = s->num_calls, many = g->count > 1 && is_masked;
+  if (!add_stored(s, of, kv_stream)) return 0;
+  const int first_exact = s->num_segments;
+  if (!add_exact_rows(s, of)) return 0;
+  const int num_stored = first_exact - first, num_exact = s->num_segments - first_exact;
+  const int64_t exact_tokens = tokens_from(s, first_exact);
+  s->num_segments = first_exact;
+  if (num_stored && !add_call(s, node, params, stream, g, sides, first)) return 0;
+  if (num_stored && many && (!of->is_causal || g->window)) {
+    s->options[num_calls].causal = 1, s->options[num_calls].window = g->window;
+    if (of->is_causal) s->caches[num_calls].num_behind = exact_tokens;
+  }
+  s->num_segments = first_exact + num_exact;
+  if (num_exact) {
+    if (!add_call(s, node, params, stream, g, s->exact_sides, first_exact)) return 0;
+    s->calls[s->num_calls - 1].joins = num_stored > 0;
+    s->options[s->num_calls - 1].causal = many && of->is_causal;
+    s->options[s->num_calls - 1].window = of->is_causal ? g->window : 0;
+  }
+  return 1;
+}
+
+/* A part of a group: rows from its row `first` on, and the runs that they see, in `runs`. */
+static row_group part_of_group(const row_group *g, int64_t first, int64_t count, const cell_run *all, cell_run *runs) {
+  row_group part = *g;
+  part.first += first, part.count = count;
+  memcpy(runs, all, (size_t)g->num_runs * sizeof *runs);
+  if (!g->biased && g->count > 1) {
+    cell_run *last = &runs[g->num_runs - 1];
+    last->stop -= g->count - first - count;
+    const int64_t seen_by_first = last->stop - count + 1 - g->window;
+    if (g->window && seen_by_first > last->first) last->first = seen_by_first;
+  }
+  return part;
 }
 
 /* The calls of a node, in the state; their number, or -1: there is no memory. */
 static int make_calls(hooked_backend *s, tensor *node, const int32_t *params) {
+  enum { ROWS_AT_ONCE = 128 }; /* of a call with exact rows, whose two results one thread merges */
   const tensor *q = node->src[QUERY], *k = node->src[KEYS], *mask = node->src[MASK];
   const float max_bias = mask ? param(params, 1) : 0.0f;
   const cell_run all_cells = {0, k->ne[1]};
   const row_group all_rows = {.count = q->ne[1], .num_runs = 1};
   const shown all = {0, 1};
   const seen_cells *seen = NULL;
+  s->num_calls = s->num_segments = s->num_cells = s->num_bias = 0;
   if (max_bias != 0.0f && !make_slopes(s, q->ne[2], max_bias)) return -1;
   if (mask && !(seen = seen_by(s, node, max_bias != 0.0f))) return -1;
-  int num_calls = 0, num_segments = 0;
-  for (int64_t stream = 0; stream < q->ne[3]; stream++) { /* how many */
-    const shown *of = seen ? &seen->streams[stream % seen->num_streams] : &all;
-    num_calls += of->num_groups;
-    for (int i = 0; i < of->num_groups; i++) num_segments += seen ? seen->groups[of->first_group + i].num_runs : 1;
-  }
-  if (!grow(&s->calls, &s->room_calls, num_calls, sizeof *s->calls) ||
-      !grow(&s->caches, &s->room_caches, num_calls, sizeof *s->caches) ||
-      !grow(&s->options, &s->room_options, num_calls, sizeof *s->options) ||
-      !grow(&s->segments, &s->room_segments, num_segments, sizeof *s->segments))
-    return -1;
-  kvedge_rows_segment *segments = s->segments;
-  num_calls = 0;
   for (int64_t stream = 0; stream < q->ne[3]; stream++) {
     const shown *of = seen ? &seen->streams[stream % seen->num_streams] : &all;
+    const int64_t kv_stream = stream / (q->ne[3] / k->ne[3]);
+    find_exact(s, node, kv_stream);
     for (int i = 0; i < of->num_groups; i++) {
-      row_group g = seen ? seen->groups[of->first_group + i] : all_rows;
+      const row_group g = seen ? seen->groups[of->first_group + i] : all_rows;
       const cell_run *runs = seen ? seen->runs + g.first_run : &all_cells;
       if (g.num_runs == 0) {
         clear_rows(node, stream, &g);
         continue;
       }
-      make_call(s, node, params, stream, &g, runs, segments, &s->options[num_calls], &s->caches[num_calls],
-                &s->calls[num_calls]);
-      if (!seen) s->options[num_calls].causal = 0;
-      segments += g.num_runs, num_calls++;
+      const int64_t most = s->num_exact ? ROWS_AT_ONCE : g.count;
+      if (!grow(&s->runs, &s->room_runs, g.num_runs, sizeof *s->runs)) return -1;
+      for (int64_t row = 0; row < g.count; row += most) {
+        const row_group part = part_of_group(&g, row, g.count - row < most ? g.count - row : most, runs, s->runs);
+        const exact_range read = exact_range_of(s, &part, s->runs);
+        if (part.biased ? !add_biased(s, node, params, stream, kv_stream, &part, &read)
+                        : !add_group(s, node, params, stream, kv_stream, &part, &read, seen != NULL))
+          return -1;
+      }
     }
   }
-  return num_calls;
+  for (int i = 0; i < s->num_calls; i++) { /* now that all stays where it is */
+    const call_place *place = &s->places[i];
+    s->caches[i].segments = s->segments + place->first_segment;
+    s->calls[i].rows = &s->caches[i];
+    s->calls[i].options = &s->options[i];
+    if (place->first_cell >= 0) s->options[i].mask = s->is_stored + place->first_cell;
+    if (place->first_bias >= 0) s->options[i].half_bias = s->bias + place->first_bias;
+  }
+  return s->num_calls;
 }
 
 /* ---- and runs ---------------------------------------------------------------------------------- */
@@ -342,4 +521,5 @@ void run_node(tensor *dst, int ith, int nth, void *userdata) {
   const int is_refused = atomic_load_explicit(&j->is_planned, memory_order_relaxed) == REFUSED;
   if (is_refused || !is_finite(dst)) compute_by_ggml(s, j);
   else count(TAKEN, 1);
+  remember_rows(s, dst);
 }

@@ -37,6 +37,73 @@ _compute = _function("ggml_backend_graph_compute", c.c_int, c.c_void_p, c.c_void
 _free_backend = _function("ggml_backend_free", None, c.c_void_p)
 
 
+_set_rows = _function("ggml_set_rows", *[c.c_void_p] * 5)
+_view = _function(
+    "ggml_view_4d", c.c_void_p, c.c_void_p, c.c_void_p, *[c.c_int64] * 4, *[c.c_size_t] * 4
+)
+I64 = 27
+
+
+class Cache:
+    """A cache of keys and values as llama.cpp has it: cells of rows, and graphs that write them and
+    attend to all of them, in one backend."""
+
+    def __init__(self, types, cells, kv_heads=2, dim=64, threads=2):
+        self.cells, self.kv_heads, self.dim = cells, kv_heads, dim
+        self.types = [{"f16": F16, "f32": F32, **QUANTIZED}[name] for name in types]
+        elements = kv_heads * dim
+        self.row_bytes = [elements // _block_elements(t) * _type_size(t) for t in self.types]
+        self._context = _init(_InitParams(sum(self.row_bytes) * cells + (1 << 16), None, False))
+        self._tensors = [_tensor(self._context, t, elements, cells, 1, 1) for t in self.types]
+        self.bytes = []
+        for tensor, size in zip(self._tensors, self.row_bytes, strict=True):
+            flat = (c.c_uint8 * (size * cells)).from_address(_data(tensor))
+            self.bytes.append(np.frombuffer(flat, np.uint8).reshape(cells, size))
+            self.bytes[-1][:] = 0
+        self._backend = _by_type(0, None)
+        _lib.ggml_backend_cpu_set_n_threads.argtypes = [c.c_void_p, c.c_int]
+        _lib.ggml_backend_cpu_set_n_threads(self._backend, threads)
+
+    def step(self, keys, values, cells, q, mask, scale=0.125):
+        """Write rows (tokens, KV heads, dim) into cells, and return the attention (tokens, heads,
+        dim) of q (heads, tokens, dim) to all cells under a mask (rows, cells)."""
+        tokens, elements = len(cells), self.kv_heads * self.dim
+        sizes = [8 * tokens * elements, 8 * q.size, 2 * mask.size]
+        context = _init(_InitParams(sum(sizes) + (1 << 20), None, False))
+
+        def tensor(kind, array, *shape):
+            made = _tensor(context, kind, *[*shape, 1, 1, 1][:4])
+            data = np.ascontiguousarray(array)
+            c.memmove(_data(made), data.ctypes.data, data.nbytes)
+            return made
+
+        graph = _graph(context)
+        sides = []
+        for i, rows in enumerate((keys, values)):
+            source = tensor(F32, np.asarray(rows, np.float32), elements, tokens)
+            index = tensor(I64, np.asarray(cells, np.int64), tokens)
+            _expand(graph, _set_rows(context, self._tensors[i], source, index))
+            head = self.dim // _block_elements(self.types[i]) * _type_size(self.types[i])
+            cell = self.row_bytes[i]
+            shape = (self.dim, self.cells, self.kv_heads, 1)
+            sides.append(_view(context, self._tensors[i], *shape, cell, head, cell * self.cells, 0))
+        heads = q.shape[0]
+        query = tensor(F32, q, self.dim, tokens, heads)
+        shown = tensor(F16, mask, self.cells, len(mask))
+        node = _attention(context, query, *sides, shown, scale, 0.0, 0.0)
+        _expand(graph, node)
+        try:
+            assert _compute(self._backend, graph) == 0
+            flat = (c.c_float * (tokens * heads * self.dim)).from_address(_data(node))
+            return np.array(flat, np.float32).reshape(tokens, heads, self.dim)
+        finally:
+            _free(context)
+
+    def close(self):
+        _free_backend(self._backend)
+        _free(self._context)
+
+
 class Blocks:
     """Rows of a quantized type: their bytes, (heads, cells, bytes)."""
 
