@@ -45,11 +45,16 @@ class Traced:
             rows = quants.dequantize(data, kind)
         return np.asarray(rows, np.float64).reshape(CELLS, KV_HEADS, DIM)
 
-    def step(self, batch, exact):
+    def rows(self, count):
+        """Keys and values of tokens, with a channel that makes steps of the others coarse."""
+        rows = self.rng.standard_normal((2, count, KV_HEADS, DIM))
+        rows[..., self.rng.integers(DIM)] *= 20
+        return rows
+
+    def step(self, batch, exact, rows=None):
         """Write a token for each (sequence, cell) of a batch, and check the attention of each:
         ``exact(cells of its sequence)`` are those whose rows are read in float16."""
-        rows = self.rng.standard_normal((2, len(batch), KV_HEADS, DIM))
-        rows[..., self.rng.integers(DIM)] *= 20  # which makes steps of the others coarse
+        rows = self.rows(len(batch)) if rows is None else rows
         q = self.rng.standard_normal((HEADS, len(batch), DIM)).astype(np.float32) / 2
         mask = np.full((64, CELLS), -np.inf, np.float16)
         for row, (name, cell) in enumerate(batch):
@@ -57,7 +62,8 @@ class Traced:
             mask[row, self.sequences[name]] = 0
         cells = [cell for _, cell in batch]
         out = self.cache.step(rows[0], rows[1], cells, q, mask)
-        halves = rows.astype(np.float32).astype(np.float16).astype(np.float64)
+        with np.errstate(over="ignore"):
+            halves = rows.astype(np.float32).astype(np.float16).astype(np.float64)
         for i, cell in enumerate(cells):
             self.kept[cell] = (halves[0, i], halves[1, i], self.row_bytes(cell))
         self.read = 0
@@ -126,6 +132,27 @@ def test_a_draft_that_is_taken_back_gives_its_places_to_what_follows():
         ring = [*ring, *(cell for cell in written if cell and cell not in ring)][-8:]
         length += accepted
         del trace.sequences["a"][length:]
+    trace.cache.close()
+
+
+def test_a_row_that_is_written_again_counts_once():
+    enable(recent=4, sinks=1)
+    trace = Traced(("q4_0", "q8_0"))
+    rows = trace.rows(8)
+    trace.step([("a", i) for i in range(8)], lambda c: c, rows)
+    trace.sequences["a"] = list(range(5))  # its last tokens are read again
+    trace.step([("a", i) for i in range(5, 8)], lambda c: c[:1] + c[4:], rows[:, 5:])
+    trace.cache.close()
+
+
+def test_a_row_beyond_float16_is_read_as_it_is_stored():
+    enable(recent=4, sinks=1)
+    trace, before = Traced(("q8_0", "q8_0")), report().left
+    rows = trace.rows(6)
+    rows[1, 2, 0, 7] = rows[1, 4, 1, 9] = 1e5
+    trace.step([("a", i) for i in range(6)], lambda c: [0, 1, 3, 5], rows)
+    trace.go_on("a", 6, 1, lambda c: [0, 3, 5, 6])
+    assert report().left == before  # ggml's kernel had to compute nothing
     trace.cache.close()
 
 
