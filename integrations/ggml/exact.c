@@ -396,8 +396,8 @@ static int enlarge(void *array, size_t bytes) {
 static int new_sequence(struct kept_rows *k) {
   int q = k->num_sequences;
   if (q == MOST_SEQUENCES) {
-    for (q = 0; k->sequences[q].graph == 0; q++) continue;
-    for (int i = 0; i < MOST_SEQUENCES; i++)
+    q = 0;
+    for (int i = 1; i < MOST_SEQUENCES; i++)
       if (k->sequences[i].graph < k->sequences[q].graph) q = i;
   } else {
     const size_t num = (size_t)(q + 1) * rows_of(k);

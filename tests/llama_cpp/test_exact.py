@@ -135,6 +135,19 @@ def test_a_draft_that_is_taken_back_gives_its_places_to_what_follows():
     trace.cache.close()
 
 
+def test_the_sequence_that_waited_longest_makes_room_for_the_seventeenth():
+    enable(recent=2, sinks=1)
+    trace = Traced(("q4_0", "q4_0"))
+    names = [f"sequence {i}" for i in range(18)]
+    for i, name in enumerate(names):
+        trace.go_on(name, 4 * i, 3, lambda c: c)
+    for name in names[2], names[17]:
+        trace.step([(name, 100 + names.index(name))], lambda c: c[:1] + c[-3:])
+    for name in names[:2]:
+        trace.step([(name, 100 + names.index(name))], lambda c: c[-1:])
+    trace.cache.close()
+
+
 def test_a_row_that_is_written_again_counts_once():
     enable(recent=4, sinks=1)
     trace = Traced(("q4_0", "q8_0"))
