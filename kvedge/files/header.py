@@ -159,42 +159,37 @@ def read_header(
             f"{what}: it has {end} bytes, its header {size}, and at most {_MAX_HEADER} are read"
         )
     try:
-        fields, entries = _parse(file.read(size).decode(), most_tensors)
+        fields, tensors = _parse(file.read(size).decode(), 8 + size, most_tensors)
     except CorruptFileError:
         raise
     except (ValueError, RecursionError) as error:
         corrupt(f"it is no safetensors file, or damaged: {error}", error)
-    at = 0
-    tensors = {}
-    for name, tensor in sorted(entries.items(), key=lambda entry: entry[1][2:]):
-        if tensor.offset != at:
-            corrupt(
-                f"tensor {name[:60]!r} begins at {tensor.offset}, where {at} bytes lie before it"
-            )
-        tensors[name] = tensor._replace(offset=8 + size + at)
-        at += tensor.nbytes
-    if 8 + size + at != end:
-        corrupt(
-            f"it has {end} bytes, and its tensors end at {8 + size + at}: it was cut or damaged"
-        )
+    at = 8 + size
+    for offset, nbytes, name in sorted([(t.offset, t.nbytes, name) for name, t in tensors.items()]):
+        if offset != at:
+            corrupt(f"tensor {name[:60]!r} begins at byte {offset}, where {at} lie before it")
+        at += nbytes
+    if at != end:
+        corrupt(f"it has {end} bytes, and its tensors end at {at}: it was cut or damaged")
     return fields, tensors
 
 
 def _parse(
-    text: str, most_tensors: Callable[[Mapping[str, str]], int]
+    text: str, start: int, most_tensors: Callable[[Mapping[str, str]], int]
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a header, whose tensors lie from byte `start` on."""
     is_long = len(text) > _SHORT_HEADER
     fields: dict[str, str] | None = None
     entries: dict[str, Tensor] = {}
-    at = _past("{", text, 0)
-    while True:
-        name, at = _value('"', text, at)
-        at = _past(":", text, at)
+    at, key = 0, _FIRST_NAME.match(text)
+    while key is not None:
+        name, at = _JSON.decode(key[1]) if "\\" in key[1] else key[1][1:-1], key.end()
         if name in entries:
             raise ValueError(f"tensor {name[:60]!r} is there twice")
         if name == "__metadata__" and fields is None:
-            fields, at = _value("{", text, at)
-            if not all(isinstance(value, str) for value in fields.values()):
+            fields, at = _JSON.raw_decode(text, at)
+            assert fields is not None
+            if not {str}.issuperset(map(type, fields.values())):
                 raise ValueError("its metadata is not all text")
             "".join([*fields, *fields.values()]).encode()  # no half of a pair of surrogates
             if is_long and len(text) - at > most_tensors(fields) * _LONGEST_ENTRY:
@@ -202,59 +197,36 @@ def _parse(
         elif is_long and fields is None:
             raise ValueError("its header is long, and does not begin with metadata")
         else:
-            entries[name], at = _entry(text, at)
-        if text.startswith("}", at):
-            break
-        at = _past(",", text, at)
-    if _SPACES.fullmatch(text, at + 1) is None:
-        raise ValueError(f"its header goes on after its end, character {at}")
+            entries[name], at = _entry(text, at, start)
+        key = _NEXT_NAME.match(text, at)
+    if _END.fullmatch(text, at) is None:
+        raise ValueError(f"a tensor or the end is expected at character {at}")
     return fields or {}, entries
 
 
-def _entry(text: str, at: int) -> tuple[Tensor, int]:
+def _entry(text: str, at: int, start: int) -> tuple[Tensor, int]:
     """The object of a tensor, and where the text goes on."""
-    found, end = _value("{", text[at : at + _LONGEST_ENTRY], 0)
+    found, end = _JSON.raw_decode(text[at : at + _LONGEST_ENTRY])
     if found.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"dtype, shape, data_offsets are expected at character {at}, not {found}")
     dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
     if not isinstance(dtype, str) or dtype not in TYPES:
         raise ValueError(f"a tensor is of type {dtype}, which kvedge never writes")
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
-            raise ValueError(f"a list of numbers is expected, not {numbers}")
+    # A minus sign is in no name or type: none is there, not even of -0.
+    if not (type(shape) is type(offsets) is list) or "-" in text[at : at + end]:
+        raise ValueError(f"lists of numbers are expected, not {shape} and {offsets}")
+    if not {int}.issuperset(map(type, shape + offsets)) or max(shape + offsets, default=0) >= 10**18:
+        raise ValueError(f"numbers of 0 to 10^18 are expected, not {shape} and {offsets}")
     nbytes = math.prod(shape) * TYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
         raise ValueError(f"a tensor {dtype} {shape} has {nbytes} bytes, not those of {offsets}")
-    return Tensor(dtype, tuple(shape), offsets[0], nbytes), at + end
+    return Tensor(dtype, tuple(shape), start + offsets[0], nbytes), at + end
 
 
-_SPACES = re.compile(r"[ \t\n\r]*")
-
-
-def _value(first: str, text: str, at: int) -> tuple[Any, int]:
-    """The value that begins there, with that character, and where the text goes on."""
-    _past(first, text, at)
-    value, end = _JSON.raw_decode(text, at)
-    return value, _past("", text, end)
-
-
-def _past(mark: str, text: str, at: int) -> int:
-    """Where the text goes on after a character that has to be there, and spaces."""
-    if not text.startswith(mark, at):
-        raise ValueError(f"{mark} is expected at character {at}, not {text[at : at + 20]!r}")
-    spaces = _SPACES.match(text, at + len(mark))
-    assert spaces is not None
-    return spaces.end()
-
-
-def _natural(digits: str) -> int:
-    if not digits.isdigit() or len(digits) > 18:
-        raise ValueError(f"a number of 0 to 10^18 is expected, not {digits[:40]}")
-    return int(digits)
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"a whole number is expected, not {text[:40]}")
+_NAME = r'[ \t\n\r]*("(?:[^"\\\x00-\x1f]|\\.){0,200}")[ \t\n\r]*:[ \t\n\r]*(?=\{)'  # then an object
+_FIRST_NAME = re.compile(r"\{" + _NAME)
+_NEXT_NAME = re.compile(r"[ \t\n\r]*," + _NAME)
+_END = re.compile(r"[ \t\n\r]*\}[ \t\n\r]*")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -264,12 +236,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_JSON = json.JSONDecoder(
-    object_pairs_hook=_unique,
-    parse_int=_natural,
-    parse_float=_no_number,
-    parse_constant=_no_number,
-)
+_JSON = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def read_into(file: BinaryIO, tensor: Tensor, array: np.ndarray) -> None:
