@@ -11,7 +11,7 @@ cimport numpy as cnp
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.float cimport FLT_MAX
 from libc.math cimport NAN
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport UINTPTR_MAX, uintptr_t
 from libc.string cimport memset
 
 import os
@@ -209,9 +209,13 @@ cdef class _Handle:
 
 
 cdef _bounds_of(arrays, uintptr_t *low, uintptr_t *high):
-    starts = [array.ctypes.data for array in arrays]
-    low[0] = min(starts)
-    high[0] = max(start + array.nbytes for start, array in zip(starts, arrays))
+    cdef cnp.ndarray array
+    cdef uintptr_t start
+    low[0], high[0] = UINTPTR_MAX, 0
+    for array in arrays:
+        start = <uintptr_t>cnp.PyArray_DATA(array)
+        low[0] = min(low[0], start)
+        high[0] = max(high[0], start + cnp.PyArray_NBYTES(array))
 
 
 cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0, apart=None):
@@ -225,7 +229,7 @@ cdef _Handle _attach(config, slabs, key_map, body=None, int64_t num_tokens=0, ap
     cdef bint in_runs = config.in_runs
     if body is None:
         body = memory.reserve_runs(config) if in_runs else slabs
-    form = config.runs(_RUN) if in_runs else config
+    form = config.run if in_runs else config
     cdef int format_code = form.key_format.c_code
     cdef int scale_code = form.scale_type.c_code
     cdef int value_code = form.value_format.c_code

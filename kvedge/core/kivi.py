@@ -96,7 +96,8 @@ class Kivi:
             codes[..., i] = packed >> np.uint8(i * self.bits) & np.uint8((1 << self.bits) - 1)
         x: np.ndarray = codes.reshape(*packed.shape[:3], -1).astype(dtype)
         halves: np.ndarray = np.ascontiguousarray(runs[..., split:]).view("<f2").astype(dtype)
-        steps, lows = np.split(halves, 2, axis=-1)
+        middle = halves.shape[-1] // 2
+        steps, lows = halves[..., :middle], halves[..., middle:]
         if self.of_values:
             x = x.swapaxes(-1, -2)
             shape = (*runs.shape[:2], -1, RUN)
@@ -112,7 +113,8 @@ class Kivi:
     def fault(self, runs: np.ndarray, dim: int) -> str | None:
         """What is wrong with foreign runs."""
         halves = np.ascontiguousarray(runs[..., self._code_bytes(dim) :]).view("<f2")
-        steps, lows = np.split(halves, 2, axis=-1)
+        middle = halves.shape[-1] // 2
+        steps, lows = halves[..., :middle], halves[..., middle:]
         if not np.isfinite(halves).all():
             return "a step or a smallest value that is not finite"
         if np.signbit(steps).any() or (np.signbit(lows) & (lows == 0)).any():

@@ -116,7 +116,7 @@ def rows_of(slabs: Sequence[np.ndarray], config: LayerConfig, start: int, stop: 
     of_rows = tokens_per_rows(config)
     step = max(of_rows)
     start, stop = start // step * step, -(-stop // step) * step
-    return Slabs(*(slab[start // n : stop // n] for slab, n in zip(slabs, of_rows, strict=True)))
+    return Slabs(*[slab[start // n : stop // n] for slab, n in zip(slabs, of_rows, strict=True)])
 
 
 def tokens_of_runs(slabs: Slabs, config: LayerConfig) -> int:
@@ -246,7 +246,8 @@ def reserve_layers(config: LayerConfig, num_layers: int) -> list[Slabs]:
     _advise(buffer, "MADV_NOHUGEPAGE", 0, len(buffer))
     for offset, size in zip(offsets, sizes, strict=True):
         whole = (size - HUGE_PAGE) // HUGE_PAGE * HUGE_PAGE
-        _advise(buffer, "MADV_HUGEPAGE", start + offset + HUGE_PAGE, whole)
+        if whole > 0:
+            _advise(buffer, "MADV_HUGEPAGE", start + offset + HUGE_PAGE, whole)
     arrays = [
         np.ndarray(shape, dtype, buffer=buffer, offset=start + offset if 0 not in shape else start)
         for (shape, dtype), offset in zip(layout, offsets, strict=True)
@@ -303,10 +304,9 @@ def _reserve(total: int, config: LayerConfig, num_layers: int) -> tuple[Any, int
 
 def _advise(mapping: Any, advice: str, start: int, size: int) -> None:
     """Say which pages a part of a mapping is to have; what the system refuses is no error."""
-    if size <= 0 or not (isinstance(mapping, mmap.mmap) and hasattr(mmap, advice)):
-        return
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(getattr(mmap, advice), start, size)
+    if isinstance(mapping, mmap.mmap) and hasattr(mmap, advice):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(getattr(mmap, advice), start, size)
 
 
 def copy_tokens(source: Sequence[np.ndarray], target: Sequence[np.ndarray], n: int) -> None:

@@ -107,7 +107,7 @@ def digest(fields: Mapping[str, str], tensors: TypedArrays) -> str:
     sha256.update(json.dumps(covered, sort_keys=True).encode())
     for name in sorted(tensors):
         dtype, array = tensors[name]
-        sha256.update(json.dumps([name, dtype, array.shape]).encode())
+        sha256.update(_HEADS.encode([name, dtype, array.shape]).encode())
         if array.size:
             sha256.update(array.reshape(-1).view(np.uint8).data)
     return sha256.hexdigest()
@@ -215,7 +215,8 @@ def _entry(text: str, at: int, start: int) -> tuple[Tensor, int]:
     # A minus sign is in no name or type: none is there, not even of -0.
     if not (type(shape) is type(offsets) is list) or "-" in text[at : at + end]:
         raise ValueError(f"lists of numbers are expected, not {shape} and {offsets}")
-    if not {int}.issuperset(map(type, shape + offsets)) or max(shape + offsets, default=0) >= 10**18:
+    numbers = [*shape, *offsets]
+    if not {int}.issuperset(map(type, numbers)) or max(numbers, default=0) >= 10**18:
         raise ValueError(f"numbers of 0 to 10^18 are expected, not {shape} and {offsets}")
     nbytes = math.prod(shape) * TYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
@@ -237,6 +238,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_unique)
+_HEADS = json.JSONEncoder()
 
 
 def read_into(file: BinaryIO, tensor: Tensor, array: np.ndarray) -> None:

@@ -562,7 +562,7 @@ def _layer(
     key_map = KeyMap(*map(arrays.get, vectors))
     held = []
     for part, prefix, own in session.slabs_in_file(index, config):
-        slabs = memory.Slabs(*(arrays[f"{prefix}.{name}"] for name in memory.Slabs._fields))
+        slabs = memory.Slabs(*[arrays[f"{prefix}.{name}"] for name in memory.Slabs._fields])
         for name, array in zip(memory.Slabs._fields, slabs, strict=True):
             check_numbers(f"{prefix}.{name}", array, own)
         of_part = part_key_map(config, key_map) if part in ("first", "last") else key_map

@@ -107,7 +107,7 @@ class Parts(NamedTuple):
 
 
 def _rows(slabs: Slabs, start: int, stop: int) -> Slabs:
-    return Slabs(*(slab[start:stop] for slab in slabs))
+    return Slabs(*[slab[start:stop] for slab in slabs])
 
 
 def concatenated(slabs: Slabs, other: Slabs) -> Slabs:
