@@ -4,7 +4,6 @@ The names below are the public ones; :class:`KVCache` is where most people begin
 """
 
 import sys
-from typing import TYPE_CHECKING
 
 if "__version__" not in globals():  # it is not being reloaded, but imported
     # An import that failed, or a reloader that deleted a part of kvedge from sys.modules, leaves
@@ -17,9 +16,9 @@ if "__version__" not in globals():  # it is not being reloaded, but imported
     end_quietly_when_interrupted()
     del end_quietly_when_interrupted
 
-from kvedge import old_pickles
 from kvedge._version import __version__
 from kvedge.c_library import get_include, get_library_dir
+from kvedge.cache.cache import KVCache
 from kvedge.cache.snapshot import KvCacheSnapshot
 from kvedge.core.starting import is_for_the_command
 from kvedge.errors import (
@@ -49,7 +48,6 @@ from kvedge.errors import (
     UnsupportedModelError,
 )
 from kvedge.eviction import Eviction
-from kvedge.layer.types import Fp8KvLayer
 from kvedge.layer_policy import LayerPolicy
 from kvedge.merge import merge_attention
 from kvedge.multi_head.cache import MultiHeadKvCache
@@ -70,7 +68,6 @@ from kvedge.threads import get_num_threads, set_num_threads
 _failure: KvedgeError | None = None
 try:
     from kvedge.backends.select import (
-        KVCache,
         append_batch,
         attend_batch,
         backend,
@@ -81,22 +78,23 @@ except KvedgeError as error:
         raise
     _failure = error  # kvedge.cli tells of it
 else:
-    if TYPE_CHECKING:  # the bases of either backend's
-        from kvedge.layer.types import (
-            Bfloat16KvLayer,
-            Float16KvLayer,
-            Float32KvLayer,
-            Fp8E4m3KvLayer,
-            Fp8E5m2KvLayer,
-            Int4KvLayer,
-            Kivi2KvLayer,
-            Kivi4KvLayer,
-            Kivi8KvLayer,
-            Q8_0KvLayer,
-            QuantizedKvLayer,
-        )
-    else:
-        globals().update({kind.__name__: kind for kind in KVCache._layer_types.values()})
+    from kvedge import old_pickles
+    from kvedge.layer.types import (
+        Bfloat16KvLayer,
+        Float16KvLayer,
+        Float32KvLayer,
+        Fp8E4m3KvLayer,
+        Fp8E5m2KvLayer,
+        Fp8KvLayer,
+        Int4KvLayer,
+        Kivi2KvLayer,
+        Kivi4KvLayer,
+        Kivi8KvLayer,
+        Q8_0KvLayer,
+        QuantizedKvLayer,
+    )
+
+    del old_pickles
 
 __all__ = [
     "BackendUnavailableError",
@@ -165,7 +163,7 @@ __all__ = [
     "set_num_threads",
 ]
 
-del TYPE_CHECKING, is_for_the_command, old_pickles, sys
+del is_for_the_command, sys
 
 
 def __dir__() -> list[str]:

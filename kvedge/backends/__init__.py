@@ -1,4 +1,4 @@
 """What stores and attends: the compiled backend, and NumPy. :mod:`select` picks one at import.
 
-Both provide the same names: QuantizedKvLayer, Float32KvLayer, KVCache and BlockStore.
+Both provide the same names: KvLayer and BlockStore, and what calls of several layers and states do.
 """

@@ -1100,7 +1100,6 @@ def bind():
     from inspect import signature
 
     from kvedge import batch as _batch
-    from kvedge.cache.cache import KVCache as BaseCache
     from kvedge.core import arrays, checks, memory, registry
     from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.options import AttendOptions
@@ -1109,35 +1108,32 @@ def bind():
         ShapeMismatchError, UnsupportedIsaError)
     from kvedge.layer import keys as layer_keys
     from kvedge.layer import room
-    from kvedge.layer.layer import KvLayer
+    from kvedge.layer.layer import KvLayer as BaseKvLayer
     from kvedge.layer.parts import Parts, empty_parts, kept_rows, ranges_of, refuse
     from kvedge.layer.reading import turned_back_next
-    from kvedge.layer.types import layer_classes
     from kvedge.paged.store import BlockStoreMethods
     from kvedge.rope import query_turns, to_float32, turned
 
     for name in ("push", "extend", "attend", "scores"):
-        getattr(_LayerFace, name).__doc__ = getattr(KvLayer, name).__doc__
+        getattr(_LayerFace, name).__doc__ = getattr(BaseKvLayer, name).__doc__
     for function in (attend_batch, append_batch):
         function.__doc__ = getattr(_batch, function.__name__).__doc__
     for function, shown in (
-        (_LayerFace.attend, KvLayer.attend),
+        (_LayerFace.attend, BaseKvLayer.attend),
         (attend_batch, _batch.attend_batch),
     ):
         function.__signature__ = signature(shown)
-    for each in signature(KvLayer.attend).parameters.values():
+    for each in signature(BaseKvLayer.attend).parameters.values():
         if each.kind is each.KEYWORD_ONLY:
             _DEFAULTS[each.name] = each.default
-    layer_types = layer_classes(__name__, LayerStore, _LayerFace)
 
     @registry.backend_class
-    class KVCache(BaseCache):
-        __doc__ = BaseCache.__doc__
-        __qualname__ = "KVCache"
-        _layer_types = layer_types
+    class KvLayer(_LayerFace, BaseKvLayer):
+        __qualname__ = "KvLayer"
+        _store_type = LayerStore
 
     @registry.backend_class
     class BlockStore(_BlockStore, BlockStoreMethods):
         __qualname__ = "BlockStore"
 
-    globals().update({kind.__name__: kind for kind in (*layer_types.values(), KVCache, BlockStore)})
+    globals().update(KvLayer=KvLayer, BlockStore=BlockStore)

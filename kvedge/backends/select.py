@@ -21,7 +21,6 @@ from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
 
 __all__ = [
     "ISA_NAMES",
-    "KVCache",
     "append_batch",
     "attend_batch",
     "backend",
@@ -131,16 +130,11 @@ def _start() -> tuple[str, ModuleType, str | None]:
 
 
 backend, _module, _reason = _start()
-_steps = (
-    _module if hasattr(_module, "delta_extend") else import_module("kvedge.backends.numpy.states")
-)
-registry.activate(_module, _steps)
+registry.activate(_module)
 
 if TYPE_CHECKING:  # the same types whichever backend it will be
-    from kvedge.backends.native import KVCache
     from kvedge.batch import append_batch, attend_batch
 else:
-    KVCache = _module.KVCache
     attend_batch = _module.attend_batch
     append_batch = _module.append_batch
 

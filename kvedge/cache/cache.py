@@ -1,8 +1,7 @@
 """The key/value cache of a whole model: the class with every public method.
 
 Everything here is about positions; storage and attention are the layers'. What does the work lies
-beside it, and works on a cache's :class:`kvedge.cache.state.CacheState`. Each backend derives its
-KVCache from this one, and names its layer types.
+beside it, and works on a cache's :class:`kvedge.cache.state.CacheState`.
 """
 
 from __future__ import annotations
@@ -62,6 +61,8 @@ from kvedge.states.layer import StateLayer
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring them along
 
+    from kvedge.layer.types import AnyKvLayer
+
 __all__ = ["KVCache", "cache_holding", "cache_over", "restored", "state_of"]
 
 _EVICTION = "kvedge.eviction"  # among a file's metadata: what a cache evicts by
@@ -69,6 +70,7 @@ _EVICTION = "kvedge.eviction"  # among a file's metadata: what a cache evicts by
 _Cache = TypeVar("_Cache", bound="KVCache")
 
 
+@registry.backend_class
 class KVCache(ConfigFacts):
     """The keys and values of a whole model, one layer object per layer.
 
@@ -100,7 +102,7 @@ class KVCache(ConfigFacts):
     (3, 8, 64)
     """
 
-    _layer_types: ClassVar[LayerTypes]  # the backend's
+    _layer_types: ClassVar[LayerTypes] = registry.layer_types
     _state: CacheState
 
     @shows_storage()
@@ -474,7 +476,7 @@ class KVCache(ConfigFacts):
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def layer(self, index: int) -> KvLayer:
+    def layer(self, index: int) -> AnyKvLayer:
         """Return the layer object, which shares the cache's storage and follows its length.
 
         Its getters, codes, scales and ``attend`` may be used; its mutators raise
@@ -1089,9 +1091,8 @@ def cache_over(kind: type[_Cache], state: CacheState) -> _Cache:
 
 def cache_holding(contents: CacheContents, max_seq_len: int | None) -> KVCache:
     """A cache of the active backend with these tokens."""
-    kind: type[KVCache] = registry.active("KVCache")
-    types = kind._layer_types
-    return cache_over(kind, CacheState.holding(types, contents, max_seq_len, KeyRule(), {}))
+    state = CacheState.holding(registry.layer_types, contents, max_seq_len, KeyRule(), {})
+    return cache_over(KVCache, state)
 
 
 @memory_for("the cache of a pickle")

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from kvedge.cache.state import CacheState, LayerTypes, layer_names
+from kvedge.cache.state import CacheState, layer_names
 from kvedge.core import checks, registry
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
@@ -220,7 +220,7 @@ class KvCacheSnapshot:
         InvalidArgumentError, OutOfMemoryError
         """
         state = load.load_bytes(
-            partial(CacheState.empty, _layer_types()), data, "the bytes of a snapshot"
+            partial(CacheState.empty, registry.layer_types), data, "the bytes of a snapshot"
         )
         return cls._holding(state.contents(copy=False))
 
@@ -285,10 +285,4 @@ def restore(state: CacheState, mark: object) -> None:
 
 def _holding(contents: CacheContents) -> CacheState:
     """A cache of the active backend that holds them."""
-    return CacheState.holding(_layer_types(), contents, None, KeyRule(), {})
-
-
-def _layer_types() -> LayerTypes:
-    """Those of the active backend."""
-    types: LayerTypes = registry.active("KVCache")._layer_types
-    return types
+    return CacheState.holding(registry.layer_types, contents, None, KeyRule(), {})

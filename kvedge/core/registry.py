@@ -1,7 +1,7 @@
 """The classes of the active backend by name, so that a base can make one and imports none.
 
-So too its functions for states, which the classes of :mod:`kvedge.states` call. A backend marks its
-classes with :func:`backend_class`; :mod:`kvedge.backends.select` activates one backend's. What is
+So too its functions for states, which the classes of :mod:`kvedge.states` call, and the public
+classes over those of the backend, which are marked with :func:`backend_class` as they are. What is
 pickled names them by their public name, and comes back as the class of whichever backend is active
 then.
 """
@@ -11,36 +11,33 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["activate", "active", "backend_class", "backend_class_of", "named", "resolved"]
+__all__ = ["activate", "active", "backend_class", "layer_types", "named", "resolved"]
 
 _Class = TypeVar("_Class", bound=type)
 
 _MARK = "_is_backend_class"  # an attribute of the class itself, which outlives this module
-_STEPS = ("delta_extend", "mamba_extend", "conv_extend")  # functions, which bear no mark
-_active: dict[str, Any] = globals().get("_active", {})  # there already when it is reloaded
+# Both are there already when this module is reloaded.
+_active: dict[str, Any] = globals().get("_active", {})
+#: The public layer classes by their dtype: those of kvedge.layer.types.
+layer_types: dict[str, Any] = globals().get("layer_types", {})
 
 
 def backend_class(cls: _Class) -> _Class:
-    """Mark a class as one that every backend has, under the same name (a decorator)."""
+    """Make a class the active one of its name, with whichever backend (a decorator)."""
     setattr(cls, _MARK, True)
+    _active[cls.__name__] = cls
     return cls
 
 
-def activate(backend: ModuleType, steps: ModuleType) -> None:
-    """Let the classes of a backend be the active ones, and a module's functions for states."""
-    _active.clear()
-    _active.update({cls.__name__: cls for cls in vars(backend).values() if _is_known(cls)})
-    _active.update({name: getattr(steps, name) for name in _STEPS})
+def activate(steps: ModuleType) -> None:
+    """Let a module's functions for states be the active ones."""
+    for name in ("delta_extend", "mamba_extend", "conv_extend"):
+        _active[name] = getattr(steps, name)
 
 
 def active(name: str) -> Any:
     """The active backend's class, or function for states, of that name."""
     return _active[name]
-
-
-def backend_class_of(kind: type) -> Any:
-    """The backend's class that `kind` is or derives from."""
-    return next(base for base in kind.__mro__ if _is_known(base))
 
 
 def named(kind: type) -> str | type:

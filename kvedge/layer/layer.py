@@ -69,7 +69,48 @@ class KvLayer(ConfigFacts):
         window: int | None = None,
         **storage: object,
     ) -> None:
-        """Make an empty layer; the class tells of the parameters."""
+        """Make an empty layer.
+
+        Parameters
+        ----------
+        capacity : int, optional
+            Tokens to reserve room for; memory is committed by the system as it is touched. None:
+            the layer grows, doubling its room when it is full.
+        num_kv_heads : int
+        head_dim : int
+            Channels of a key, 1 to 1024.
+        value_head_dim : int, optional
+            Channels of a value, 1 to 1024; by default head_dim. (DeepSeek's latent attention has
+            192 and 128, or 576 and 512.)
+        value_dtype : kvedge.core.types.Dtype, optional
+            How values are stored, where not as keys.
+        group_size : int, optional
+            int8 and int4 only: channels that share a scale, at most those of a row; by default the
+            whole row, as for values (or keys) narrower than that.
+        scale_dtype : {"float32", "float16"}
+            float16 halves the scales, and refuses rows whose scale it cannot hold.
+        key_offset : array or "auto", optional
+            int8 and int4 only: float32 (num_kv_heads, head_dim), taken off the keys when stored and
+            added back when read, for models whose keys have large constant channels. "auto": the
+            mean of the keys of the first append, in the channels whose range that halves, until
+            clear().
+        key_scale : array or "auto", optional
+            float32 (num_kv_heads, head_dim), positive, what keys are divided by when stored; the
+            query is multiplied by it, which changes no attention. For models with a few large key
+            channels, as Qwen2.5. "auto": from the first 64 tokens (16 at least: fewer are encoded
+            anew once 16 are there), until clear(); none for formats of more than 8 bits.
+        window : int, optional
+            The layer keeps what query rows need that see so many tokens each, itself included, and
+            attends with this window: an append drops the tokens that neither its own rows nor later
+            ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory
+            for two windows, or a prompt's length for as long as it is needed.
+
+        Raises
+        ------
+        InvalidArgumentError, OutOfMemoryError
+        DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
+            From key_offset and key_scale.
+        """
         options = storage_of(type(self).__name__, storage, without=("dtype", "key_dtype"))
         config = checks.layer_config(
             capacity=capacity,

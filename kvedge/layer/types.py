@@ -1,95 +1,30 @@
 """The public layer classes, one per storage format: the table of them.
 
-Each holds what it has of its own: its dtype and its docstring. A backend derives a class of the
-same name from it, over its stores, with :func:`layer_classes`; type checkers see those here.
+Each has its dtype and what is to say of it; :class:`KvLayer` of the active backend has the rest. So
+this module is imported when there is a backend: a base that makes a layer takes the class by its
+name or dtype from :mod:`kvedge.core.registry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from kvedge.core import registry
 from kvedge.core.config import describe
 from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError
-from kvedge.layer.layer import KvLayer
-from kvedge.layer.store import LayerStore
 
-__all__ = ["AnyKvLayer", "Fp8KvLayer", "layer_classes"]
+if TYPE_CHECKING:
+    from kvedge.layer.layer import KvLayer
+else:
+    KvLayer = registry.active("KvLayer")
 
-# What ends the docstring of the other classes.
-_PARAMETERS = """
-
-    Parameters
-    ----------
-    capacity : int, optional
-        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
-        layer grows, doubling its room when it is full.
-    num_kv_heads : int
-    head_dim : int
-        Channels of a key, 1 to 1024.
-    value_head_dim : int, optional
-        Channels of a value, 1 to 1024; by default head_dim.
-    value_dtype : kvedge.core.types.Dtype, optional
-        How values are stored, where not as keys.
-    window : int, optional
-        The layer keeps what query rows need that see so many tokens each, itself included, and
-        attends with this window: an append drops the tokens that neither its own rows nor later
-        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
-        two windows, or a prompt's length for as long as it is needed.
-    key_scale : array or "auto", optional
-        As of :class:`kvedge.QuantizedKvLayer`; "auto" is none for formats of more than 8 bits.
-    group_size, scale_dtype, key_offset
-        As of :class:`kvedge.QuantizedKvLayer`, where keys or values are int4 or int8.
-
-    Raises
-    ------
-    InvalidArgumentError, OutOfMemoryError
-    """
+__all__ = ["AnyKvLayer", "Fp8KvLayer"]
 
 
 class QuantizedKvLayer(KvLayer):
     """Keys and values of one layer, stored as int8 with one float scale per group.
-
-    Parameters
-    ----------
-    capacity : int, optional
-        Tokens to reserve room for; memory is committed by the system as it is touched. None: the
-        layer grows, doubling its room when it is full.
-    num_kv_heads : int
-    head_dim : int
-        Channels of a key, 1 to 1024.
-    value_head_dim : int, optional
-        Channels of a value, 1 to 1024; by default head_dim. (DeepSeek's latent attention has 192
-        and 128, or 576 and 512.)
-    value_dtype : kvedge.core.types.Dtype, optional
-        How values are stored, where not as keys.
-    group_size : int, optional
-        Channels that share a scale, at most those of a row; by default the whole row, as for values
-        (or keys) narrower than that.
-    scale_dtype : {"float32", "float16"}
-        float16 halves the scales, and refuses rows whose scale it cannot hold.
-    key_offset : array or "auto", optional
-        float32 (num_kv_heads, head_dim), taken off the keys when stored and added back when read,
-        for models whose keys have large constant channels. "auto": the mean of the keys of the
-        first append, in the channels whose range that halves, until clear().
-    key_scale : array or "auto", optional
-        float32 (num_kv_heads, head_dim), positive, what keys are divided by when stored; the query
-        is multiplied by it, which changes no attention. For models with a few large key channels,
-        as Qwen2.5. "auto": from the first 64 tokens (16 at least: fewer are encoded anew once 16
-        are there), until clear().
-    window : int, optional
-        The layer keeps what query rows need that see so many tokens each, itself included, and
-        attends with this window: an append drops the tokens that neither its own rows nor later
-        ones see. :attr:`num_dropped` counts them. ``capacity`` must be None: it takes memory for
-        two windows, or a prompt's length for as long as it is needed.
-
-    Raises
-    ------
-    InvalidArgumentError, OutOfMemoryError
-    DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError
-        From key_offset and key_scale.
 
     Notes
     -----
@@ -206,7 +141,9 @@ class Kivi8KvLayer(KvLayer):
     _dtype = "kivi8"
 
 
-_CLASSES: tuple[type[KvLayer], ...] = tuple(KvLayer.__subclasses__())
+for _kind in KvLayer.__subclasses__():
+    registry.backend_class(_kind)
+    registry.layer_types[_kind._dtype] = _kind
 
 #: A layer of a cache, for type checkers.
 AnyKvLayer: TypeAlias = (
@@ -255,28 +192,3 @@ def Fp8KvLayer(
         key_scale=key_scale,
         window=window,
     )
-
-
-def layer_classes(module: str, store: type[LayerStore], *faces: type) -> dict[str, type[KvLayer]]:
-    """The public layer classes of a backend by their dtype.
-
-    Parameters
-    ----------
-    module : str
-        The backend's.
-    store : type
-        Of its stores.
-    faces : type
-        Bases that come before a class of the table: what the backend does faster.
-    """
-    return {kind._dtype: _of_backend(kind, module, store, faces) for kind in _CLASSES}
-
-
-def _of_backend(
-    kind: type[KvLayer], module: str, store: type[LayerStore], faces: tuple[type, ...]
-) -> type[KvLayer]:
-    doc = kind.__doc__ or ""
-    if kind is not QuantizedKvLayer:
-        doc = doc.rstrip() + _PARAMETERS
-    body = {"__doc__": doc, "__module__": module, "_store_type": store}
-    return registry.backend_class(type(kind.__name__, (*faces, kind), body))

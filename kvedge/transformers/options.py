@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import transformers
 
-from kvedge.backends.select import KVCache
+from kvedge.cache.cache import KVCache
 from kvedge.core.config import MAX_HEAD_DIM
 from kvedge.core.options import AttendOptions, PrecisionBits
 from kvedge.core.recommended import AUTO, by_name

@@ -23,7 +23,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from kvedge.backends.select import KVCache
+from kvedge.cache.cache import KVCache
 from kvedge.cache.state import contents_of_stores
 from kvedge.core.checks import checked_path
 from kvedge.core.config import MAX_LAYERS

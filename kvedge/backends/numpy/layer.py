@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from kvedge.backends.numpy import attention
-from kvedge.cache.cache import KVCache as BaseCache
 from kvedge.core import arrays, checks, memory, registry
 from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
@@ -19,6 +18,7 @@ from kvedge.core.memory import Held, Slabs, clamp
 from kvedge.core.options import AttendOptions, default_scale
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer.keys import decide, mark, return_to
+from kvedge.layer.layer import KvLayer as BaseKvLayer
 from kvedge.layer.parts import (
     PIECE,
     Parts,
@@ -34,7 +34,6 @@ from kvedge.layer.parts import (
 )
 from kvedge.layer.reading import memory_of, turned_back_next
 from kvedge.layer.room import reserve, slide
-from kvedge.layer.types import layer_classes
 from kvedge.rope import Turns
 
 _BLOCK_NUMBERS = 1 << 20  # float32 numbers worked on at a time: 4 MiB
@@ -456,11 +455,8 @@ class LayerStore:
         return attention.Stored(parts, self.config, held.num_tokens)
 
 
-layer_types = layer_classes(__name__, LayerStore)
-globals().update({kind.__name__: kind for kind in layer_types.values()})
-
-
 @registry.backend_class
-class KVCache(BaseCache):
-    __doc__ = BaseCache.__doc__
-    _layer_types: ClassVar = layer_types
+class KvLayer(BaseKvLayer):
+    """A layer over such a store."""
+
+    _store_type = LayerStore
