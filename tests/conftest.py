@@ -23,6 +23,7 @@ from helpers.covering import left_out
 
 import kvedge
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
 SHORT = os.environ.get("KVEDGE_TEST_SHORT") == "1"
@@ -100,7 +101,7 @@ def rng(request):
 @pytest.fixture(params=FORMATS)
 def layer_class(request):
     """Each kind of layer, for promises that do not depend on the storage format."""
-    return kvedge.KVCache._layer_types[request.param]
+    return layer_types[request.param]
 
 
 @pytest.fixture(params=FORMATS)

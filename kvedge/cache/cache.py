@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from kvedge.cache.configs import (
 )
 from kvedge.cache.requantizing import requantize
 from kvedge.cache.snapshot import KvCacheSnapshot
-from kvedge.cache.state import CacheState, LayerTypes
+from kvedge.cache.state import CacheState
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
 from kvedge.core.key_map import KeyRule
@@ -102,7 +101,6 @@ class KVCache(ConfigFacts):
     (3, 8, 64)
     """
 
-    _layer_types: ClassVar[LayerTypes] = registry.layer_types
     _state: CacheState
 
     @shows_storage()
@@ -212,7 +210,7 @@ class KVCache(ConfigFacts):
             rule = KeyRule.of_any(store.key_rule for store in stores)
             limit = min(limits, default=None)
             num_query_heads = _as_num_query_heads(num_query_heads, [s.config for s in stores])
-            self._state = CacheState(self._layer_types, ready, limit, rule, {})
+            self._state = CacheState(ready, limit, rule, {})
         else:
             max_seq_len = checks.check_max_seq_len(max_seq_len)
             configs = layer_configs(num_layers, layers, window, shape | options.of_layers())
@@ -220,7 +218,6 @@ class KVCache(ConfigFacts):
             check_at_start(states)
             num_query_heads = _as_num_query_heads(num_query_heads, configs)
             self._state = CacheState.new(
-                self._layer_types,
                 configs,
                 max_seq_len,
                 options.key_offset,
@@ -923,7 +920,7 @@ class KVCache(ConfigFacts):
         FileNotFoundError, PermissionError, OSError
             As ``open`` raises them.
         """
-        state = load.load(partial(CacheState.empty, cls._layer_types), path, mmap=mmap)
+        state = load.load(CacheState.empty, path, mmap=mmap)
         evicts = state.metadata.pop(_EVICTION, None)
         if evicts is not None:
             try:
@@ -1091,7 +1088,7 @@ def cache_over(kind: type[_Cache], state: CacheState) -> _Cache:
 
 def cache_holding(contents: CacheContents, max_seq_len: int | None) -> KVCache:
     """A cache of the active backend with these tokens."""
-    state = CacheState.holding(registry.layer_types, contents, max_seq_len, KeyRule(), {})
+    state = CacheState.holding(contents, max_seq_len, KeyRule(), {})
     return cache_over(KVCache, state)
 
 
@@ -1106,7 +1103,7 @@ def restored(
 ) -> KVCache:
     """Unpickle a cache, into the active backend unless it is of a user's own class."""
     cls: type[KVCache] = registry.resolved(kind)
-    state = CacheState.holding(cls._layer_types, contents, max_seq_len, key_rule, metadata)
+    state = CacheState.holding(contents, max_seq_len, key_rule, metadata)
     state.num_query_heads = num_query_heads
     return cache_over(cls, state)
 

@@ -45,7 +45,7 @@ def extract(state: CacheState, start: int = 0, stop: int | None = None) -> Cache
         turns = layer.turns and layer.turns.moved(start, stop)
         layers.append(replace(layer, **rows, parts=parts, turns=turns))
     contents = replace(contents, length=stop - start, layers=tuple(layers))
-    return CacheState.holding(state.layer_types, contents, None, state.key_rule, {})
+    return CacheState.holding(contents, None, state.key_rule, {})
 
 
 def inject(

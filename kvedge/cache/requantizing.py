@@ -31,9 +31,7 @@ def requantize(
 ) -> None:
     """Store all layers as in `configs` from now on; see :meth:`kvedge.KVCache.requantize`."""
     tokens = [len(store) for store in state.stores]  # their memory is reserved, and not yet taken
-    converted = CacheState.new(
-        state.layer_types, configs, state.max_seq_len, key_offset, key_scale, {}, tokens
-    )
+    converted = CacheState.new(configs, state.max_seq_len, key_offset, key_scale, {}, tokens)
     for old, new in zip(state.stores, converted.stores, strict=True):
         _check_fits(old, new)
 

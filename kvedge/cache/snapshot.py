@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 
 import numpy as np
 
 from kvedge.cache.state import CacheState, layer_names
-from kvedge.core import checks, registry
+from kvedge.core import checks
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, StaleSnapshotError
@@ -219,9 +218,7 @@ class KvCacheSnapshot:
             It is damaged, cut short or something else.
         InvalidArgumentError, OutOfMemoryError
         """
-        state = load.load_bytes(
-            partial(CacheState.empty, registry.layer_types), data, "the bytes of a snapshot"
-        )
+        state = load.load_bytes(CacheState.empty, data, "the bytes of a snapshot")
         return cls._holding(state.contents(copy=False))
 
     def __copy__(self) -> KvCacheSnapshot:
@@ -285,4 +282,4 @@ def restore(state: CacheState, mark: object) -> None:
 
 def _holding(contents: CacheContents) -> CacheState:
     """A cache of the active backend that holds them."""
-    return CacheState.holding(registry.layer_types, contents, None, KeyRule(), {})
+    return CacheState.holding(contents, None, KeyRule(), {})

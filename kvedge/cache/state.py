@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from kvedge.cache.overwrites import OverwriteLog
-from kvedge.core import checks, memory
+from kvedge.core import checks, memory, registry
 from kvedge.core.config import MAX_CAPACITY, LayerConfig
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.types import KeyVectors
@@ -33,9 +33,8 @@ from kvedge.states.layer import StateLayer, config_of, empty_state, own, put, re
 if TYPE_CHECKING:
     from typing_extensions import Self  # type checkers bring it along
 
-__all__ = ["Adopted", "CacheState", "LayerTypes", "contents_of_stores", "layer_names"]
+__all__ = ["Adopted", "CacheState", "contents_of_stores", "layer_names"]
 
-LayerTypes: TypeAlias = Mapping[str, type[KvLayer]]  # a backend's, by their dtype
 #: Of a layer whose bytes were put into the slabs from row 0 on: tokens, how keys are stored, tokens
 #: dropped before them, what is held in another format too, what keys are still to be turned by,
 #: where tokens were evicted last (0: at the end).
@@ -56,8 +55,6 @@ class CacheState:
 
     Parameters
     ----------
-    layer_types : mapping
-        The backend's classes of layers.
     layers : sequence of KvLayer or StateLayer
         They stand at one position, and are changed through the cache alone from now on.
     max_seq_len : int or None
@@ -73,7 +70,6 @@ class CacheState:
         "has_windows",  # some layer keeps only what its window needs
         "high_water",  # list of int: tokens of each layer whose bytes are still there
         "key_rule",  # what layers take from their first tokens, those that can
-        "layer_types",
         "layers",  # tuple of KvLayer or StateLayer
         "length",
         "max_seq_len",
@@ -89,13 +85,11 @@ class CacheState:
 
     def __init__(
         self,
-        layer_types: LayerTypes,
         layers: Sequence[KvLayer | StateLayer],
         max_seq_len: int | None,
         key_rule: KeyRule,
         metadata: Mapping[str, str],
     ) -> None:
-        self.layer_types = layer_types
         self._hold(layers)
         numbers = [i for i, layer in enumerate(layers) if isinstance(layer, StateLayer)]
         self.format = CacheFormat.of(
@@ -121,7 +115,6 @@ class CacheState:
     @classmethod
     def new(
         cls,
-        layer_types: LayerTypes,
         configs: Sequence[LayerConfig],
         max_seq_len: int | None,
         key_offset: KeyVectors,
@@ -145,7 +138,7 @@ class CacheState:
             limit = None if config.window is not None else max_seq_len
             rows = first_rows(limit, 0 if tokens is None else tokens[index], config.window)
             layer = new_layer(
-                layer_types[config.dtype],
+                registry.layer_types[config.dtype],
                 replace(config, limit=limit, capacity=rows),
                 checks.as_key_offset(offsets[index], config),
                 checks.as_key_scale(scales[index], config),
@@ -154,12 +147,11 @@ class CacheState:
         for number in sorted(states or {}):
             layers.insert(number, (states or {})[number])
         rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str) and any(with_scale))
-        return cls(layer_types, layers, max_seq_len, rule, metadata)
+        return cls(layers, max_seq_len, rule, metadata)
 
     @classmethod
     def empty(
         cls,
-        layer_types: LayerTypes,
         form: CacheFormat,
         max_seq_len: int | None,
         key_rule: KeyRule,
@@ -170,14 +162,11 @@ class CacheState:
         states = {number: empty_state(config) for number, config in form.states}
         offset: Literal["auto"] | None = "auto" if key_rule.auto_offset else None
         scale: Literal["auto"] | None = "auto" if key_rule.auto_scale else None
-        return cls.new(
-            layer_types, form.layers, max_seq_len, offset, scale, metadata, tokens, states
-        )
+        return cls.new(form.layers, max_seq_len, offset, scale, metadata, tokens, states)
 
     @classmethod
     def holding(
         cls,
-        layer_types: LayerTypes,
         contents: CacheContents,
         max_seq_len: int | None,
         key_rule: KeyRule,
@@ -186,7 +175,7 @@ class CacheState:
         """Make the state of a cache that holds ``contents``."""
         contents = contents.of_today
         held = [layer.num_tokens for layer in contents.layers]
-        cache = cls.empty(layer_types, contents.format, max_seq_len, key_rule, metadata, held)
+        cache = cls.empty(contents.format, max_seq_len, key_rule, metadata, held)
         for (number, _), state in zip(contents.format.states, contents.states, strict=True):
             cache.put_layer(number, state.copy())  # of its own class
         cache.replace(contents)
@@ -195,9 +184,7 @@ class CacheState:
     def copy(self) -> Self:
         """An independent one with the same tokens, pending ones included."""
         contents = self.contents(copy=False)
-        other = self.holding(
-            self.layer_types, contents, self.max_seq_len, self.key_rule, self.metadata
-        )
+        other = self.holding(contents, self.max_seq_len, self.key_rule, self.metadata)
         other.num_query_heads = self.num_query_heads
         other.eviction = None if self.eviction is None else self.eviction.copy()
         return other

@@ -218,7 +218,6 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
             kept = {k: v for k, v in source.metadata.items() if not k.startswith(_OURS)}
             own_limit = None if limit is None else max(1, share.count(limit))
             part = CacheState.empty(
-                source.layer_types,
                 source.format,
                 own_limit,
                 source.key_rule,

@@ -9,6 +9,7 @@ import numpy as np
 
 import kvedge
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 
 SHAPES = [(64, 2, None), (128, 1, 32), (80, 3, None), (33, 2, 16), (1, 1, None), (1000, 1, None)]
 CASES = [
@@ -40,7 +41,7 @@ def main():
     for dtype, shape, options in CASES:
         for name, exponent in SIZES.items():
             x = rows(exponent, **shape)
-            layer = kvedge.KVCache._layer_types[dtype](len(x), **shape, **options)
+            layer = layer_types[dtype](len(x), **shape, **options)
             print(dtype, *shape.values(), *options.values(), name, end=" ")
             try:
                 layer.extend(x, x[::-1].copy())

@@ -8,6 +8,7 @@ from support import assert_attention_close, content, filled, normal
 import kvedge
 from kvedge import errors
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 
 H, HEADS, D, N = 2, 4, 24, 5
 
@@ -85,7 +86,7 @@ def test_queries_and_results_of_any_strides(layer_class, how, type_of, rng):
 
 @pytest.mark.parametrize("type_of", TYPES)
 def test_layouts_of_a_batch(dtype, type_of, rng):
-    kind = kvedge.KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     batches = [[kind(20, H, D) for _ in range(3)] for _ in range(2)]
     keys, values = normal(rng, 2, 3, N, H, D).astype(type_of)
     kvedge.append_batch(batches[0], keys.astype(np.float32), values.astype(np.float32))
@@ -241,7 +242,7 @@ def test_results_in_a_subclass_of_arrays(layer_class, name, rng, tmp_path):
 
 
 def test_infinities_in_16_bits_are_refused(dtype, rng):
-    kind = kvedge.KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     layers = [filled(kind, rng, 5, H, D, capacity=10) for _ in range(2)]
     assert set(FORMATS) >= {dtype}
     query = normal(rng, 2, HEADS, D).astype(np.float16)

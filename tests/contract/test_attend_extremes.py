@@ -11,8 +11,8 @@ import pytest
 import reference
 from support import ROWS, assert_attention_close, assert_well_formed, normal, stored
 
-import kvedge
 from kvedge import QuantizedKvLayer
+from kvedge.core.registry import layer_types
 
 H, D, HEADS = 2, 40, 6
 FLT_MAX = np.finfo(np.float32).max
@@ -21,7 +21,7 @@ FLT_MAX = np.finfo(np.float32).max
 @pytest.fixture(params=["int8", "float32"])
 def layer_class(request):
     """Each kind of layer that holds float32's largest number."""
-    return kvedge.KVCache._layer_types[request.param]
+    return layer_types[request.param]
 
 
 def layer_of(layer_class, keys, values, **options):

@@ -5,9 +5,9 @@ import pytest
 import reference
 from support import WIDE, assert_attention_close, normal, stored
 
-import kvedge
 from kvedge import KvBlockPool, PagedKvCache
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 
 H, D, HEADS = 2, 40, 6
 HUGE = np.float32(3e38)
@@ -17,7 +17,7 @@ SMALL = [1e-3, 1e-15, 1e-25, 1e-33]
 @pytest.fixture(params=WIDE)
 def layer_class(request):
     """Each kind of layer that holds what float32 does."""
-    return kvedge.KVCache._layer_types[request.param]
+    return layer_types[request.param]
 
 
 def rows(rng, n, size=1.0):

@@ -17,6 +17,7 @@ from support import (
 import kvedge
 from kvedge import errors
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 
 HEADS, D = 4, 40
 LENGTHS = [3, 17, 130, 64]  # of layers of a batch
@@ -24,7 +25,7 @@ LENGTHS = [3, 17, 130, 64]  # of layers of a batch
 
 def layers_of(rng, lengths, num_kv_heads=2, head_dim=D, dtypes=tuple(FORMATS)):
     """Layers of every format in turn."""
-    kinds = kvedge.KVCache._layer_types
+    kinds = layer_types
     return [
         filled(kinds[dtypes[i % len(dtypes)]], rng, n, num_kv_heads, head_dim, capacity=n + 8)
         for i, n in enumerate(lengths)
@@ -187,7 +188,7 @@ def test_masks_that_do_not_fit_are_refused(rng):
 @pytest.mark.parametrize("auto", [False, True], ids=["", "auto"])
 def test_tokens_go_to_every_layer(dtype, n, auto, rng):
     options = {"key_offset": "auto"} if auto and FORMATS[dtype].has_scales else {}
-    kind = kvedge.KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     layers, alone = ([kind(20, 2, D, **options) for _ in range(3)] for _ in range(2))
     for _ in range(2):
         shape = (3, 2, D) if n is None else (3, n, 2, D)
@@ -199,7 +200,7 @@ def test_tokens_go_to_every_layer(dtype, n, auto, rng):
 
 
 def test_append_batch_is_all_or_nothing(dtype, rng):
-    kind = kvedge.KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     layers = [filled(kind, rng, 2, 2, D, capacity=2 + room) for room in (9, 3, 5)]
     if FORMATS[dtype].has_scales:
         layers.append(kind(9, 2, D, key_offset="auto"))
@@ -277,7 +278,7 @@ def test_a_batch_that_makes_no_sense_is_refused(rng):
 
 def test_readers_of_a_batch_beside_writers(dtype, rng):
     """Each call sees every layer at one length, and whole tokens."""
-    kind = kvedge.KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     layers = [kind(400, 1, 8) for _ in range(3)]
     ones = np.ones((3, 1, 8), np.float32)
     kvedge.append_batch(layers, ones, ones)

@@ -10,6 +10,7 @@ from support import assert_lse_close, content, normal, stored
 import kvedge
 from kvedge import errors
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 
 widths = st.integers(1, 70) | st.sampled_from([96, 128, 192])
 types = st.sampled_from([np.float32, np.float16])
@@ -62,7 +63,7 @@ def layers_of_a_batch(draw, rng, num_heads, head_dim, value_head_dim):
         length = draw(st.integers(1, 80) | st.sampled_from([255, 256, 257]))
         dropped = draw(st.sampled_from([0, 0, 1, 19]))
         capacity = draw(st.sampled_from([None, length + dropped]))
-        kind = kvedge.KVCache._layer_types[dtype]
+        kind = layer_types[dtype]
         layer = kind(capacity, heads, head_dim, value_head_dim=value_head_dim, **options)
         rows = length + dropped
         layer.extend(normal(rng, rows, heads, head_dim), normal(rng, rows, heads, value_head_dim))
@@ -193,7 +194,7 @@ def test_append_batch_does_what_extend_does_to_each_layer_or_nothing(data):
     for _ in range(draw(st.integers(1, 5))):
         dtype, options = draw(layer_kinds(max(head_dim, value_head_dim)))
         capacity = draw(st.none() | st.integers(1, 12))
-        kind = kvedge.KVCache._layer_types[dtype]
+        kind = layer_types[dtype]
         layers.append(kind(capacity, heads, head_dim, value_head_dim=value_head_dim, **options))
     for _ in range(4):
         n = draw(st.integers(0, 5))

@@ -6,6 +6,7 @@ from support import cache_content, content, normal, refuses
 
 import kvedge
 from kvedge import KVCache, Rope, errors
+from kvedge.core.registry import layer_types
 
 H, D = 2, 40
 WINDOWS = [8, None, 3, 1]
@@ -288,7 +289,7 @@ def test_key_offsets_of_layers_that_differ(rng):
 
 
 def test_a_cache_takes_over_layers(dtype, rng, tmp_path):
-    kind = KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     layers = [kind(None, H, D), kind(None, H, D, window=4), kvedge.Float32KvLayer(30, 1, 8)]
     for layer in layers:
         shape = (12, layer.num_kv_heads, layer.head_dim)

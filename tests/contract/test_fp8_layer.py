@@ -7,6 +7,7 @@ from support import ROWS, normal, refuses
 
 import kvedge
 from kvedge import errors
+from kvedge.core.registry import layer_types
 
 LARGEST = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 
@@ -18,7 +19,7 @@ def dtype(request):
 
 @pytest.fixture
 def layer_class(dtype):
-    return kvedge.KVCache._layer_types[dtype]
+    return layer_types[dtype]
 
 
 def numbers(dtype):

@@ -9,6 +9,7 @@ import kvedge
 from kvedge import KvBlockPool, KVCache, PagedKvCache, QuantizedKvLayer, Rope, errors
 from kvedge.core.formats import FORMATS
 from kvedge.core.key_map import LEAST_TOKENS
+from kvedge.core.registry import layer_types
 
 HEADS, KV_HEADS, D = 4, 2, 40
 SMALL = [name for name, form in FORMATS.items() if form.bits <= 8]  # that "auto" is for
@@ -95,7 +96,7 @@ def test_offset_and_scale_go_together(rng):
 
 
 def test_layers_of_a_batch_have_their_own(rng):
-    kinds = KVCache._layer_types
+    kinds = layer_types
     layers = [
         kinds[dtype](70, KV_HEADS, D, key_scale=scales(rng) if i % 3 else None)
         for i, dtype in enumerate([*FORMATS, *FORMATS])
@@ -135,7 +136,7 @@ def test_keys_that_it_takes_beyond_float32_are_refused(layer_class, rng):
 
 @pytest.mark.parametrize("dtype", [name for name in FORMATS if name not in SMALL])
 def test_wide_formats_take_no_automatic_one(dtype, rng):
-    layer = KVCache._layer_types[dtype](40, KV_HEADS, D, key_scale="auto")
+    layer = layer_types[dtype](40, KV_HEADS, D, key_scale="auto")
     layer.extend(*normal(rng, 2, 40, KV_HEADS, D))
     assert layer.key_scale is None
     cache = KVCache(1, KV_HEADS, D, dtype=dtype, key_scale="auto")
@@ -183,7 +184,7 @@ def test_a_channel_that_its_pair_turns_into_later_is_scaled_too(interleaved, rng
 def test_the_first_tokens_decide_and_are_encoded_anew(dtype, sizes, rng):
     total = sum(sizes)
     keys, values = biased(rng, total), normal(rng, total, KV_HEADS, D)
-    layer = KVCache._layer_types[dtype](None, KV_HEADS, D, key_scale="auto")
+    layer = layer_types[dtype](None, KV_HEADS, D, key_scale="auto")
     at, settled = 0, None
     for size in sizes:
         layer.extend(keys[at : at + size], values[at : at + size])
@@ -291,7 +292,7 @@ def test_a_mark_from_before_the_first_tokens_were_encoded_anew_holds(rng):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", SMALL)
 def test_shift_turns_keys_whose_pairs_have_two_factors(dtype, interleaved, rng):
-    layer = KVCache._layer_types[dtype](40, KV_HEADS, D, key_scale=scales(rng))
+    layer = layer_types[dtype](40, KV_HEADS, D, key_scale=scales(rng))
     layer.extend(*normal(rng, 2, 40, KV_HEADS, D))
     rope = Rope(interleaved=interleaved)
     expected = rope.rotate(layer.keys(), -7)

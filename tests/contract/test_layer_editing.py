@@ -8,7 +8,8 @@ import pytest
 import reference
 from support import PLAIN, content, filled, huge, normal, refuses
 
-from kvedge import Float32KvLayer, KVCache, QuantizedKvLayer, Rope, errors
+from kvedge import Float32KvLayer, QuantizedKvLayer, Rope, errors
+from kvedge.core.registry import layer_types
 
 H, D = 2, 40
 
@@ -24,7 +25,7 @@ OPTIONS = {
 def new_layer(request):
     """A maker of layers in one storage format: new_layer(capacity, head_dim=D)."""
     if request.param in PLAIN:
-        kind = KVCache._layer_types[request.param]
+        kind = layer_types[request.param]
         return lambda capacity, head_dim=D: kind(capacity, H, head_dim)
     options = OPTIONS[request.param]
     return lambda capacity, head_dim=D: QuantizedKvLayer(capacity, H, head_dim, **options)

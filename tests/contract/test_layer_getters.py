@@ -9,8 +9,9 @@ import pytest
 import reference
 from support import PLAIN, filled, normal
 
-from kvedge import Float32KvLayer, KVCache, QuantizedKvLayer
+from kvedge import Float32KvLayer, QuantizedKvLayer
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 
 H, D = 2, 40
 
@@ -26,7 +27,7 @@ OPTIONS = {
 def layer(request, rng):
     """Five of eight tokens stored, in each storage format."""
     if request.param in PLAIN:
-        return filled(KVCache._layer_types[request.param], rng, 5, H, D, capacity=8)
+        return filled(layer_types[request.param], rng, 5, H, D, capacity=8)
     return filled(QuantizedKvLayer, rng, 5, H, D, capacity=8, **OPTIONS[request.param])
 
 

@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support import content
 
 import kvedge.layer.room
-from kvedge import KVCache, errors
+from kvedge import errors
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 from kvedge.layer.layer import store_of
 
 H, D = 2, 8
@@ -26,7 +27,7 @@ class LayerRoom(RuleBasedStateMachine):
     def make(self, dtype, capacity, window, first_rows):
         capacity = None if window else capacity
         kvedge.layer.room.FIRST_ROWS, self.before = first_rows, kvedge.layer.room.FIRST_ROWS
-        self.kind = KVCache._layer_types[dtype]
+        self.kind = layer_types[dtype]
         self.capacity = capacity
         self.window = window
         self.layer = self.kind(capacity, H, D, window=window)

@@ -5,9 +5,10 @@ import pytest
 import reference
 from support import assert_attention_close, assert_lse_close, filled, normal, stored
 
-from kvedge import KvBlockPool, KVCache, PagedKvCache, errors
+from kvedge import KvBlockPool, PagedKvCache, errors
 from kvedge.core.formats import FORMATS, IN_RUNS
 from kvedge.core.kivi import RUN
+from kvedge.core.registry import layer_types
 from kvedge.paged import cascade
 
 
@@ -30,7 +31,7 @@ def scattered(rng, dtype, lengths, heads, dim, block, **options):
     cache = PagedKvCache(pool)
     taken = pool.allocate(pool.num_blocks)
     pool.free(rng.permutation(taken))
-    kind = KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     quantized = {}
     if dtype not in IN_RUNS and FORMATS[dtype].has_scales:
         quantized = {"scale_dtype": pool.scale_dtype, "group_size": options.get("group_size")}

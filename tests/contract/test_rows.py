@@ -7,6 +7,7 @@ from support import ROWS, normal
 import kvedge
 from kvedge import dequantize_rows, errors, quantize_rows
 from kvedge.core.formats import FORMATS
+from kvedge.core.registry import layer_types
 
 CASES = [
     (name, options)
@@ -23,7 +24,7 @@ CASES = [
 def test_rows_have_the_bytes_that_a_layer_stores(rng, dtype, options):
     for kind in ("random", "tiny", "zero", "outlier"):
         rows = ROWS[kind](rng, (4, 3, 40))
-        layer = kvedge.KVCache._layer_types[dtype](4, 3, 40, **options)
+        layer = layer_types[dtype](4, 3, 40, **options)
         layer.extend(rows, rows)
         codes, scales = quantize_rows(rows, dtype, **options)
         assert codes.tobytes() == layer.key_codes.tobytes() and codes.dtype == layer.key_codes.dtype

@@ -29,6 +29,7 @@ from support import read_positions_beside, rows_of_positions
 
 import kvedge
 from kvedge import KvBlockPool, KVCache, PagedKvCache, Rope, errors
+from kvedge.core.registry import layer_types
 from kvedge.layer.layer import store_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "runs"
@@ -517,7 +518,7 @@ def test_a_key_thousands_of_times_the_others_of_its_run_leaves_their_scores(
 @pytest.mark.parametrize("drop", [64, 70, 83])
 def test_a_copy_whose_run_has_lost_tokens_stores_what_the_layer_stores(drop, tokens):
     rows = np.random.default_rng(0).standard_normal((190, 2, 16)).astype(np.float32)
-    layer = KVCache._layer_types["kivi8"](num_kv_heads=2, head_dim=16)
+    layer = layer_types["kivi8"](num_kv_heads=2, head_dim=16)
     layer.extend(rows[:90], rows[:90])
     layer.drop_first(drop)
     other = layer.copy()

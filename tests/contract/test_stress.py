@@ -23,6 +23,7 @@ import reference
 
 import kvedge
 from kvedge import KVCache
+from kvedge.core.registry import layer_types
 from kvedge.errors import PositionOutOfRangeError, ShapeMismatchError
 
 SLOW = os.environ.get("KVEDGE_SLOW") == "1"
@@ -389,7 +390,7 @@ def dtype(request):
 @pytest.fixture
 def layer_class(dtype):
     """Their layers."""
-    return KVCache._layer_types[dtype]
+    return layer_types[dtype]
 
 
 def told_cache(dtype, tokens, max_seq_len=None):

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 
-from kvedge import KVCache
+from kvedge.core.registry import layer_types
 from kvedge.errors import InvalidArgumentError, PositionOutOfRangeError
 from kvedge.layer.layer import store_of
 
@@ -117,7 +117,7 @@ def read_on(layer, appended, done, failures, counts, seed):
 )
 def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
     monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 4)
-    layer = KVCache._layer_types[dtype](num_kv_heads=H, head_dim=D, **options)
+    layer = layer_types[dtype](num_kv_heads=H, head_dim=D, **options)
     appended = [0, 0]  # tokens that are there, and that may be
     done, failures, counts = threading.Event(), [], {}
     threads = [
@@ -154,7 +154,7 @@ def test_readers_of_a_sliding_layer_see_one_moment(dtype, options, monkeypatch):
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
 def test_a_copy_has_room_for_what_was_held_however_small_the_layer_becomes(dtype, monkeypatch):
     monkeypatch.setattr("kvedge.layer.room.FIRST_ROWS", 4)
-    kind = KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
 
     class Overtaken(kind._store_type):
         """A store whose writer drops nearly all, and moves, whenever a copy has looked at it."""

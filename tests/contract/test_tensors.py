@@ -10,6 +10,7 @@ from support import assert_attention_close, content, filled, normal, stored
 
 import kvedge
 from kvedge import errors
+from kvedge.core.registry import layer_types
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -43,7 +44,7 @@ def tensor(rng, *shape, dtype=torch.float32):
 
 
 def layers_of(dtype, rng, length=30):
-    kind = kvedge.KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     return [filled(kind, rng, length + i, H, D, capacity=60) for i in range(BATCH)]
 
 
@@ -51,7 +52,7 @@ def layers_of(dtype, rng, length=30):
 
 
 def test_tokens(dtype, tensor_type, view, rng):
-    kind = kvedge.KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     expected, layers, turned = ([kind(40, H, D) for _ in range(BATCH)] for _ in range(3))
     keys, values = (tensor(rng, BATCH, N, H, D, dtype=tensor_type) for _ in range(2))
     wide = keys.float().numpy(), values.float().numpy()

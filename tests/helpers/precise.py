@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvedge import KVCache
 from kvedge.core.formats import IN_RUNS
+from kvedge.core.registry import layer_types
 
 HEADS, DIM = 2, 24
 DRAFT = 64  # tokens that may be taken back without a trace
@@ -40,7 +41,7 @@ def layer_of(dtype, **options):
     keys, _, values = dtype.partition("/")
     if values:
         options["value_dtype"] = values
-    return KVCache._layer_types[keys](None, HEADS, DIM, **options)
+    return layer_types[keys](None, HEADS, DIM, **options)
 
 
 def read(layer):

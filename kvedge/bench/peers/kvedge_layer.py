@@ -13,6 +13,7 @@ from kvedge.bench.shapes import AttentionShape
 from kvedge.bench.workload import Workload
 from kvedge.core.config import LayerConfig, layer_config
 from kvedge.core.memory import token_bytes
+from kvedge.core.registry import layer_types
 
 __all__ = ["LOGIT_OPTIONS", "KvedgeLayer", "filled_layers"]
 
@@ -53,7 +54,7 @@ LOGIT_OPTIONS: dict[str, Callable[[Workload], dict[str, Any]]] = {
 def filled_layers(workload: Workload, copies: int, dtype: str, **options: Any) -> list[Any]:
     """Return layers that hold a workload's tokens; ``options`` are those of a layer."""
     shape = workload.shape
-    kind = kvedge.KVCache._layer_types[dtype]
+    kind = layer_types[dtype]
     layers = []
     for _ in range(copies):
         layer = kind(workload.context, shape.num_kv_heads, shape.head_dim, **options)
