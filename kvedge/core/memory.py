@@ -290,8 +290,9 @@ def _reserve(total: int, config: LayerConfig, num_layers: int) -> tuple[Any, int
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             spare = HUGE_PAGE if total >= 2 * HUGE_PAGE else 0
             mapping = mmap.mmap(-1, total + spare, flags=flags)
-            address = np.frombuffer(mapping, dtype=np.uint8, count=1).ctypes.data
-            return mapping, -address % HUGE_PAGE if spare else 0
+            if not spare:
+                return mapping, 0
+            return mapping, -np.frombuffer(mapping, np.uint8, 1).ctypes.data % HUGE_PAGE
         buffer = np.zeros(total + ALIGNMENT, dtype=np.uint8)
         return buffer, -buffer.ctypes.data % ALIGNMENT
     except (OSError, OverflowError, ValueError, MemoryError) as error:

@@ -14,6 +14,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
@@ -107,7 +108,7 @@ def digest(fields: Mapping[str, str], tensors: TypedArrays) -> str:
     sha256.update(json.dumps(covered, sort_keys=True).encode())
     for name in sorted(tensors):
         dtype, array = tensors[name]
-        sha256.update(_HEADS.encode([name, dtype, array.shape]).encode())
+        sha256.update(f"[{_quoted(name)}, {_quoted(dtype)}, {[*array.shape]}]".encode())  # in JSON
         if array.size:
             sha256.update(array.reshape(-1).view(np.uint8).data)
     return sha256.hexdigest()
@@ -206,7 +207,9 @@ def _parse(
 
 def _entry(text: str, at: int, start: int) -> tuple[Tensor, int]:
     """The object of a tensor, and where the text goes on."""
-    found, end = _JSON.raw_decode(text[at : at + _LONGEST_ENTRY])
+    found, end = _PLAIN_JSON.raw_decode(text[at : at + _LONGEST_ENTRY])
+    if text.count('"', at, at + end) > 8:
+        raise ValueError(f"three names and a type are expected at character {at}, no more")
     if found.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"dtype, shape, data_offsets are expected at character {at}, not {found}")
     dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
@@ -238,7 +241,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_unique)
-_HEADS = json.JSONEncoder()
+_PLAIN_JSON = json.JSONDecoder()
 
 
 def read_into(file: BinaryIO, tensor: Tensor, array: np.ndarray) -> None:
