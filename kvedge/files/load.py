@@ -440,7 +440,7 @@ def _tokens_held(
 ) -> list[int]:
     """Tokens of the rows and parts of a layer: of first and last ones it is up to the file."""
     held = [tokens]
-    for part, prefix, own in [*session.slabs_in_file(index, config)][1:]:
+    for part, prefix, own in session.slabs_in_file(index, config)[1:]:
         keys = tensors.get(f"{prefix}.key_codes")
         count = keys.shape[0] * own.key_format.tokens_per_row if keys and keys.shape else 0
         least, most = 0, min(config.sinks, tokens)
@@ -566,7 +566,8 @@ def _layer(
         for name, array in zip(memory.Slabs._fields, slabs, strict=True):
             check_numbers(f"{prefix}.{name}", array, own)
         of_part = part_key_map(config, key_map) if part in ("first", "last") else key_map
-        _check_key_map(index, config, slabs.side(False, own), of_part)
+        if not of_part.is_plain and slabs.key_codes.size:
+            _check_key_map(index, config, slabs.side(False, own), of_part)
         held.append(PartContents(slabs, of_part))
     return key_map, parts_of_today(config, held[1:])
 
@@ -576,8 +577,6 @@ def _check_key_map(
 ) -> None:
     """Refuse a key map whose keys lie beyond float32, further than rounding takes them."""
     codes, scales = stored.codes, stored.scales
-    if key_map.is_plain or not codes.size:
-        return
     scale = 1.0 if key_map.scale is None else float(key_map.scale.max())
     offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
     if stored.form.largest(codes, scales) * scale + offset <= checks.FLOAT32_MAX:

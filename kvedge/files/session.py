@@ -276,12 +276,13 @@ def _user_fields(metadata: Mapping[str, str]) -> dict[str, str]:
 # ---- what files hold -----------------------------------------------------------------------------
 
 
-def slabs_in_file(index: int, config: LayerConfig) -> Iterator[tuple[str, str, LayerConfig]]:
+def slabs_in_file(index: int, config: LayerConfig) -> list[tuple[str, str, LayerConfig]]:
     """Of a layer's rows, "", and its parts: what their tensors begin with, how they are stored."""
-    yield "", f"layers.{index}", config
+    found = [("", f"layers.{index}", config)]
     for part in PARTS if config.in_runs else PARTS[:2] if config.recent_dtype else ():
         own = config.run if part == "runs" else config.part_config
-        yield part, f"layers.{index}.{part}", own
+        found.append((part, f"layers.{index}.{part}", own))
+    return found
 
 
 def types_of(config: LayerConfig) -> tuple[str, str, str, str]:
