@@ -290,8 +290,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a file may have gaps between its tensors",
-        "if tensor.offset != at:",
-        "if tensor.offset < at:",
+        "if offset != at:",
+        "if offset < at:",
         FILES,
     ),
     Mutation(
