@@ -289,9 +289,9 @@ MUTATIONS = [
         FILES,
     ),
     Mutation(
-        "a file may have gaps between its tensors",
+        "tensors of a file may overlap",
         "if offset != at:",
-        "if offset < at:",
+        "if offset > at:",
         FILES,
     ),
     Mutation(

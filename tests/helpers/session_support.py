@@ -35,8 +35,8 @@ def feed(cache, rng, tokens):
 
 
 def small_file(path):
-    """A file as small as they come, for tests that go through it byte by byte."""
-    cache = KVCache(1, 1, 2, key_offset=np.ones((1, 1, 2), np.float32))
+    """A small file for tests that go through it byte by byte: stored keys and values are equal."""
+    cache = KVCache(1, 1, 2, key_offset=np.full((1, 1, 2), 3, np.float32))
     cache.push_step(np.ones((1, 1, 2), np.float32), np.full((1, 1, 2), -2, np.float32))
     cache.save(path, metadata={"note": "x"})
     return path.read_bytes()
