@@ -16,7 +16,7 @@ static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
 /* Scales of one head's keys, or of its values, in a tile: of `count` groups from one on, column by column. */
 static const float *tile_scales(const kvedge_attention *a, const token_tile *tile, int s, int kv_head, int group,
                                 int count, scale_columns *columns) {
-  const kvedge_view_side *side = &a->view.side[s];
+  const kvedge_view_side *side = kvedge_side_in_tiles(a, s);
   const int num_groups = side->shape.num_groups, column = kv_head * num_groups + group;
   if (count <= columns->count && column >= columns->first && column + count <= columns->first + columns->count)
     return columns->scale[column - columns->first];
@@ -48,7 +48,7 @@ static const float *tile_scales(const kvedge_attention *a, const token_tile *til
 /* Some groups of channels of a head's keys, or of its values; those of several groups are of KVEDGE_GROUP channels. */
 static kvedge_tile rows_of_groups(const kvedge_attention *a, const head_tile *h, int s, int group, int count,
                                   workspace *w) {
-  const kvedge_view_side *side = &a->view.side[s];
+  const kvedge_view_side *side = kvedge_side_in_tiles(a, s);
   const int left = side->shape.dim - group * side->shape.group_size, all = count * side->shape.group_size;
   const ptrdiff_t start_bytes = group * side->group_stride;
   kvedge_tile rows = {.blocks = h->tile->rows[s],
@@ -76,7 +76,7 @@ typedef struct {
 } decoded_block;
 
 static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, int s, int b, decoded_block *room) {
-  const kvedge_view_side *side = &a->view.side[s];
+  const kvedge_view_side *side = kvedge_side_in_tiles(a, s);
   const int dim = side->shape.dim, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
   const int num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
   const char *rows = h->tile->rows[s][b] + h->kv_head * side->head_stride;

@@ -13,7 +13,10 @@ static int format_of_rows(const kvedge_rows *rows, kvedge_view_side *side, int *
       side->bound = rows->bound > 0.0f ? rows->bound : 1.0f;
       *unknown |= !(rows->bound > 0.0f);
       break;
-    default: return 0;
+    default:
+      side->bound = 65504.0f;
+      side->format = kvedge_format_of_blocks(rows->format);
+      return side->format != NULL;
   }
   side->format = kvedge_format_of(rows->format);
   return 1;
@@ -73,6 +76,13 @@ int kvedge_requests_of_rows(const kvedge_rows_cache *rows, int num_heads) {
   int apart;
   if (!view_of_rows(rows, &view, &apart) || num_heads > MOST_HEADS || num_heads % rows->num_kv_heads) return 0;
   return apart ? rows->num_kv_heads : 1;
+}
+
+size_t kvedge_expanded_bytes_of_rows(const kvedge_rows_cache *rows) {
+  kvedge_cache_view view;
+  int apart;
+  if (!view_of_rows(rows, &view, &apart)) return 0;
+  return kvedge_expanded_bytes(&view, KEYS) + kvedge_expanded_bytes(&view, VALUES);
 }
 
 kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *rows, int64_t num_tokens,

@@ -52,6 +52,10 @@ typedef struct {
   /* The bound of rows that are stored. In all of these rows lie one after the other. */
   float (*bound)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
 
+  /* Of formats of rows in memory of others alone: a group becomes one of q8_0, exactly. They have neither bound_of, encode
+   * nor is_valid. */
+  void (*expand)(const char *group, char *q8_0);
+
   /* Can `encode` have made these bytes, which come from a file? Else decode might give what is
    * not finite. Runs may lie at any address. */
   int (*is_valid)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
@@ -110,6 +114,9 @@ extern const float *const kvedge_grid_levels[9];
 /* NULL: there is no such format. Of keys, where values have another one of that name. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);
 const kvedge_format_info *kvedge_value_format_of(kvedge_format format);
+
+/* Of rows in memory of others alone: ggml's 4 and 5 bits. NULL: there is no such format. */
+const kvedge_format_info *kvedge_format_of_blocks(kvedge_format format);
 
 /* The format of a layer's keys, or of its values; NULL: there is no such format. */
 static inline const kvedge_format_info *kvedge_side_format(const kvedge_layer_config *config, int values) {

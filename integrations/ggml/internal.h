@@ -239,7 +239,7 @@ typedef struct {
   int block_elements;
   size_t block_bytes;
 } row_type;
-enum { NUM_ROW_TYPES = 4 };
+enum { NUM_ROW_TYPES = 7 };
 extern const row_type row_types[NUM_ROW_TYPES];
 
 reason serves(const host *h, const tensor *node, int takes_all);

@@ -23,10 +23,13 @@ static int64_t least_cells(void) { return strcmp(kvedge_isa_name(), "scalar") ==
 /* ---- Which nodes ----------------------------------------------------------------------------- */
 
 const row_type row_types[NUM_ROW_TYPES] = {
-    {TYPE_F32,  "f32",  KVEDGE_FLOAT32,  1,  4 },
-    {TYPE_F16,  "f16",  KVEDGE_FLOAT16,  1,  2 },
-    {TYPE_BF16, "bf16", KVEDGE_BFLOAT16, 1,  2 },
-    {TYPE_Q8_0, "q8_0", KVEDGE_Q8_0,     32, 34}
+    {TYPE_F32,    "f32",    KVEDGE_FLOAT32,  1,  4 },
+    {TYPE_F16,    "f16",    KVEDGE_FLOAT16,  1,  2 },
+    {TYPE_BF16,   "bf16",   KVEDGE_BFLOAT16, 1,  2 },
+    {TYPE_Q8_0,   "q8_0",   KVEDGE_Q8_0,     32, 34},
+    {TYPE_Q4_0,   "q4_0",   KVEDGE_Q4_0,     32, 18},
+    {TYPE_Q5_0,   "q5_0",   KVEDGE_Q5_0,     32, 22},
+    {TYPE_IQ4_NL, "iq4_nl", KVEDGE_IQ4_NL,   32, 18}
 };
 
 /* The type of a side's rows; NULL: kvedge does not read it in place. */
