@@ -167,6 +167,7 @@ static size_t joined_bytes(const kvedge_request *request, int num_calls) {
 size_t kvedge_slices_bytes(const kvedge_attention_call *calls, int num_calls, int num_threads) {
   kvedge_slices of;
   kvedge_segment one;
+  if (kvedge_isa_ready() != KVEDGE_OK) return 0; /* rows in memory of others may be the first that a process has */
   size_t bytes = lay_out(calls, num_calls, num_threads, NULL, &of).bytes;
   for (int i = 0; bytes && i < num_calls;) {
     const call_group group = group_of_calls(calls + i, num_calls - i);
@@ -254,6 +255,8 @@ kvedge_status kvedge_slices_init(void *memory, size_t bytes, const kvedge_attent
   KVEDGE_FLOAT_MODE;
   kvedge_slices of;
   if (!memory || (uintptr_t)memory % 64 || !slices) return KVEDGE_ERROR_ARGUMENT;
+  const kvedge_status ready = kvedge_isa_ready();
+  if (ready != KVEDGE_OK) return ready;
   const common_room room = lay_out(calls, num_calls, num_threads, memory, &of);
   if (room.bytes == 0) return KVEDGE_ERROR_ARGUMENT;
   if (room.bytes > bytes)

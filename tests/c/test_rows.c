@@ -489,7 +489,27 @@ static void check_refused(void) {
   end();
 }
 
+/* Nothing of kvedge was called before: no layer has chosen a path yet. */
+static void check_first_call(void) {
+  begin("the first call of a process");
+  float row[8] = {1.0f}, query[8] = {0.5f}, out[8];
+  const kvedge_rows rows = {.format = KVEDGE_FLOAT32, .dim = 8, .token_stride = sizeof row, .head_stride = sizeof row};
+  const kvedge_rows_segment segment = {row, row, 1};
+  const kvedge_rows_cache cache = {
+      .keys = rows, .values = rows, .num_kv_heads = 1, .segments = &segment, .num_segments = 1};
+  const kvedge_attention_call call = {
+      .rows = &cache,
+      .num_heads = 1,
+      .num_rows = 1,
+      .query = {.data = query, .token_stride = 32, .head_stride = 32},
+      .out = {.data = out,   .token_stride = 32, .head_stride = 32}
+  };
+  CHECK(run(&call, 1, 1) == KVEDGE_OK && memcmp(out, row, sizeof row) == 0);
+  end();
+}
+
 int main(void) {
+  check_first_call();
   for (int i = 0; kvedge_isa_compiled(i); i++) {
     if (!kvedge_isa_available(kvedge_isa_compiled(i), NULL)) continue;
     kvedge_select_isa(kvedge_isa_compiled(i), NULL);
