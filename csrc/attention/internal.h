@@ -143,7 +143,7 @@ typedef struct {
 
 /* A side as it lies in the tiles that steps work on. */
 static inline const kvedge_view_side *kvedge_side_in_tiles(const kvedge_attention *a, int s) {
-  return a->view.side[s].format->expand ? &a->expanded[s] : &a->view.side[s];
+  return a->view.side[s].format->expanded ? &a->expanded[s] : &a->view.side[s];
 }
 
 typedef struct {

@@ -55,7 +55,7 @@ static void plan_kernels(kvedge_attention *a) {
   a->kernels = kvedge_active();
   for (int s = 0; s < SIDES; s++) {
     const kvedge_row_shape *rows = &a->view.side[s].shape;
-    if (a->view.side[s].format->expand) a->expanded[s] = expanded_side(&a->view, s);
+    if (a->view.side[s].format->expanded) a->expanded[s] = expanded_side(&a->view, s);
     const int whole_bytes = rows->num_groups <= 1 || rows->group_size * a->view.side[s].format->bits % 8 == 0;
     a->cells[s] = cell_of(a->kernels, &a->view.side[s]);
     a->decodes[s] = !a->cells[s]->scores || !whole_bytes;

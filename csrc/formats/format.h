@@ -52,9 +52,9 @@ typedef struct {
   /* The bound of rows that are stored. In all of these rows lie one after the other. */
   float (*bound)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
 
-  /* Of formats of rows in memory of others alone: a group becomes one of q8_0, exactly. They have neither bound_of, encode
-   * nor is_valid. */
-  void (*expand)(const char *group, char *q8_0);
+  /* Of formats of rows in memory of others alone, whose groups become q8_0's, exactly: by these levels. They have neither
+   * bound_of, encode nor is_valid. */
+  const struct kvedge_block_levels *expanded; /* kernels/kernels.h */
 
   /* Can `encode` have made these bytes, which come from a file? Else decode might give what is
    * not finite. Runs may lie at any address. */

@@ -194,6 +194,15 @@ typedef struct {
   int parallel_work;
 } kvedge_tuning;
 
+/* ggml's blocks of 32 elements in 4 bits, and a fifth where `fifth` is not 0, as q8_0's: a level for each code, and what the
+ * fifth bit adds. By row: those times 2^shift for scales that can be divided by it, as they are for smaller ones; of each the
+ * second for negative scales. */
+typedef struct kvedge_block_levels {
+  int block_bytes, shift;
+  int8_t levels[4][16];
+  int8_t fifth[4];
+} kvedge_block_levels;
+
 /* Rows of floats and of scales. */
 typedef struct {
   /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
@@ -210,6 +219,9 @@ typedef struct {
    * values of `type` are read, token_stride bytes apart. */
   void (*transpose_scales)(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
                            int num_columns, float factor, float *out, ptrdiff_t out_stride);
+
+  /* Blocks that lie side by side, to q8_0's (34 bytes each). */
+  void (*expand_blocks)(const kvedge_block_levels *levels, const char *blocks, int num_blocks, char *q8_0);
 
   /* One step of the online softmax for num_queries rows of scores[KVEDGE_TILE]: with
    * m' = max(m, max_t s[t]),   p[t] = 2^((s[t] - m') * factor),   rescale = 2^((m - m') * factor)

@@ -277,6 +277,7 @@ static const kvedge_row_kernels path_rows = {
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,
     .transpose_scales = transpose_scales_avx512vnni,
+    .expand_blocks = expand_blocks_x86,
     .softmax = softmax_avx512vnni,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,

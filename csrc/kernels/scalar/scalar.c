@@ -63,6 +63,7 @@ static const kvedge_row_kernels path_rows = {
     .quantize = quantize_scalar,
     .dequantize = dequantize_portable,
     .transpose_scales = transpose_scales_portable,
+    .expand_blocks = expand_blocks_portable,
     .softmax = softmax_portable,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
