@@ -16,6 +16,9 @@ FNR == NR { real = $1; cpu = $2 + $3; next }
 # C programs and fuzzing
 /^[0-9]+ passed, [0-9]+ failed$/ { count["passed"] += $1; count["failed"] += $3 }
 
+# pytest's short summary: which tests failed, and the first line of why
+/^(FAILED|ERROR) [^ ]+\.py/ { broken[$0] = 1 }
+
 # tests/conftest.py
 /^[0-9]+ skipped: / { n = $1; sub(/^[0-9]+ skipped: /, ""); reasons[$0] += n }
 
@@ -28,6 +31,7 @@ END {
   for (i = 1; i in words; i++)
     if (count[words[i]]) line = line (line == "" ? "" : ", ") count[words[i]] " " words[i]
   printf "%s%s: %d s, %d s of CPU%s\n", status ? "FAILED (" status ") " : "", name, real, cpu, line == "" ? "" : ": " line
+  for (test in broken) print "    " substr(test, 1, 240)
   for (reason in reasons) printf "    %d skipped: %s\n", reasons[reason], reason
   for (one in left_out) print "    " one
 }

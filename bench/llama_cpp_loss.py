@@ -19,20 +19,18 @@ from pathlib import Path
 
 import numpy as np
 
+from kvedge.evaluation.measure import log_softmax
+
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests" / "helpers")]
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def divergence(precise: np.ndarray, logits: np.ndarray) -> float:
     """The mean KL of a text's logits to precise ones."""
     total = 0.0
     for first in range(0, len(precise), 128):
-        p, q = (log_softmax(rows[first : first + 128]) for rows in (precise, logits))
+        part = slice(first, first + 128)
+        p, q = (log_softmax(rows[part].astype(np.float64)) for rows in (precise, logits))
         total += float((np.exp(p) * (p - q)).sum())
     return total / len(precise)
 

@@ -140,6 +140,7 @@ cdef extern from "kvedge.h" nogil:
         int num_kv_heads
         const kvedge_rows_segment *segments
         int num_segments
+        int64_t num_behind
 
     ctypedef struct kvedge_attention_call:
         const kvedge_layer *layer
@@ -152,6 +153,7 @@ cdef extern from "kvedge.h" nogil:
         const kvedge_part *parts
         int num_parts
         const kvedge_rows_cache *rows
+        int joins
 
     ctypedef struct kvedge_slices:
         pass

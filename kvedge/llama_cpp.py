@@ -32,7 +32,6 @@ __all__ = ["Report", "disable", "enable", "environment", "library", "report"]
 
 LIBRARY = c_library.PACKAGE / "lib" / "libggml-kvedge.so"
 _TEXT_BYTES = 512
-_EXACT = "recent is 0 to 4,096 and sinks 0 to 64 tokens, got {} and {}"
 
 
 @dataclass(frozen=True)
@@ -162,12 +161,11 @@ def enable(recent: int | None = None, sinks: int | None = None) -> Report:
         Numbers of tokens out of range.
     """
     loaded = _load()
-    for number in (recent, sinks):
-        if number is not None and operator.index(number) < 0:
-            raise ValueError(_EXACT.format(recent, sinks))
-    asked = [-1 if number is None else operator.index(number) for number in (recent, sinks)]
-    if not loaded.kvedge_ggml_keep_exact(*asked):
-        raise ValueError(_EXACT.format(recent, sinks))
+    numbers = (recent, sinks)
+    asked = [-1 if number is None else operator.index(number) for number in numbers]
+    is_negative = any(number is not None and number < 0 for number in numbers)
+    if is_negative or not loaded.kvedge_ggml_keep_exact(*asked):
+        raise ValueError(f"recent is 0 to 4,096 and sinks 0 to 64 tokens, got {recent} and {sinks}")
     llama_cpp = packages.require(
         "llama_cpp", "kvedge.llama_cpp.enable() needs", error=BackendUnavailableError
     )

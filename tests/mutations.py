@@ -453,9 +453,10 @@ def first_failure(mutation: Mutation) -> str:
 
 
 def copy_checkout(tests: Path) -> None:
-    leave = shutil.ignore_patterns(".git", ".venv*", "build", "__pycache__", "*.egg-info", "tests")
+    built = (".git", ".venv*", ".arm-env", "build", "__pycache__", "*.egg-info")
+    leave = shutil.ignore_patterns(*built, "tests")
     shutil.rmtree(COPY, ignore_errors=True)
-    shutil.copytree(ROOT, COPY, ignore=leave)
+    shutil.copytree(ROOT, COPY, ignore=leave, symlinks=True)
     shutil.copytree(tests, COPY / "tests", ignore=shutil.ignore_patterns("__pycache__"))
 
 

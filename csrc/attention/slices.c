@@ -44,7 +44,7 @@ static int num_segments(const kvedge_attention_call *call) { return call->rows ?
 typedef struct {
   int num_calls;
   int num_requests;   /* of each of them */
-  int64_t num_tokens; /* of all of them; 0 where nothing joins */
+  int64_t num_tokens; /* of all of them; 0: of a layer, which tells its own */
 } call_group;
 
 static int are_alike(const kvedge_attention_call *a, const kvedge_attention_call *b) {

@@ -56,14 +56,15 @@ long kvedge_ggml_exact(int index, const char **name) {
 
 int writes_rows(const host *h, const tensor *node) {
   const tensor *from = node->src[0], *cells = node->src[1];
-  if (!h->encode_float16 || !from || !cells || strcmp(h->f.ggml_op_name(node->op), "SET_ROWS") != 0) return 0;
+  if (!h->encode_float16 || !from || !cells) return 0;
   if (from->type != TYPE_F32 || (cells->type != TYPE_I64 && cells->type != TYPE_I32)) return 0;
+  if (strcmp(h->f.ggml_op_name(node->op), "SET_ROWS") != 0) return 0;
   if (!h->f.ggml_get_type_traits(node->type)->is_quantized || !encoder_of(h, node->type)) return 0;
   for (int i = 2; i < 4; i++)
     if (from->ne[i] != 1 || node->ne[i] != 1 || cells->ne[i] != 1) return 0;
-  const size_t row = h->f.ggml_type_size(node->type) * (size_t)(node->ne[0] / h->f.ggml_blck_size(node->type));
-  return from->nb[0] == sizeof(float) && from->ne[0] == node->ne[0] && node->nb[1] >= row && cells->ne[1] == 1 &&
-         cells->ne[0] == from->ne[1] && cells->nb[0] == (cells->type == TYPE_I64 ? sizeof(int64_t) : sizeof(int32_t)) &&
+  return from->nb[0] == sizeof(float) && from->ne[0] == node->ne[0] &&
+         node->nb[1] >= row_bytes_of(h, node->type, node->ne[0]) && cells->ne[1] == 1 && cells->ne[0] == from->ne[1] &&
+         cells->nb[0] == (cells->type == TYPE_I64 ? sizeof(int64_t) : sizeof(int32_t)) &&
          node->ne[0] % h->f.ggml_blck_size(node->type) == 0;
 }
 
@@ -115,16 +116,6 @@ void run_write(tensor *dst, int ith, int nth, void *userdata) {
 
 /* ---- The rows of a side of an attention node ---------------------------------------------------- */
 
-/* Where a side's rows lie in the tensor that they are written to. */
-typedef struct {
-  const char *data;            /* of the cache: its cell 0 */
-  size_t cell_bytes;           /* from a cell to the next one */
-  size_t row_bytes;            /* of a cell, all heads */
-  int64_t elements;            /* of a cell */
-  ptrdiff_t first, of_head;    /* bytes in a float16 row to the side's KV head 0, and from a head to the next one */
-  const written_rows *written; /* by this graph; or NULL */
-} side_place;
-
 /* Rows that are kept of a sequence: of its first tokens, then a ring of its last ones. */
 typedef struct {
   int64_t cell;  /* of the cache; -1: none */
@@ -153,6 +144,9 @@ struct kept_rows {
   uint16_t *halves[2]; /* the same, (elements) */
   char *stored[2];     /* the same, (row_bytes): what the cell held then */
 };
+
+/* Rows of a sequence. */
+static size_t rows_of(const struct kept_rows *k) { return (size_t)(k->first + k->recent); }
 
 static int is_quantized(const host *h, const tensor *t) { return h->f.ggml_get_type_traits(t->type)->is_quantized; }
 
@@ -212,35 +206,39 @@ static int are_of_same_cells(const written_rows *a, const written_rows *b) {
   return 1;
 }
 
-/* Both sides' places; 0: no exact rows for this node. A side that is not quantized has no data. */
-static int place_sides(const hooked_backend *s, const tensor *node, side_place places[2], struct kept_rows **kept) {
-  const tensor *const sides[2] = {node->src[1], node->src[2]};
-  *kept = kept_of(s, sides);
-  int num = 0;
-  for (int i = 0; i < 2; i++) {
-    places[i] = (side_place){.data = NULL};
+/* The place of a side that is quantized; 0: its rows are neither written nor kept, or lie in another way. */
+static int place_in_cache(const hooked_backend *s, const tensor *t, int side, struct kept_rows **kept,
+                          side_place *place) {
+  const written_rows *w = written_to(s, t);
+  const int own = *kept && (*kept)->data[side] ? side : 0;
+  if (w && *kept && !goes_to(*kept, own, w)) *kept = NULL; /* of a cache that is gone */
+  if (!w && !*kept) return 0;
+  if (!place_side(s->of, t, w ? w->node->data : (*kept)->data[own], w ? w->node->nb[1] : (*kept)->cell_bytes[own],
+                  place))
+    return 0;
+  place->written = w;
+  place->elements = w ? w->node->ne[0] : (*kept)->elements[own];
+  place->row_bytes = row_bytes_of(s->of, t->type, place->elements);
+  return 1;
+}
+
+void place_rows(hooked_backend *s, const tensor *node) {
+  const tensor *const sides[2] = {node->src[1], node->src[2]}, *mask = node->src[3];
+  row_places *r = &s->rows;
+  *r = (row_places){.of = -1, .recent = exact_recent(), .first = atomic_load(&num_first)};
+  if (!r->recent || !mask || mask->ne[2] != 1) return;
+  r->kept = kept_of(s, sides);
+  int of = -1;
+  for (int i = 1; i >= 0; i--) {
     if (!is_quantized(s->of, sides[i])) continue;
-    const written_rows *w = written_to(s, sides[i]);
-    const int own = *kept && (*kept)->data[i] ? i : 0;
-    if (w && *kept && !goes_to(*kept, own, w)) *kept = NULL; /* of a cache that is gone */
-    if (w) {
-      if (!place_side(s->of, sides[i], w->node->data, w->node->nb[1], &places[i])) return 0;
-      places[i].elements = w->node->ne[0];
-      places[i].row_bytes =
-          s->of->f.ggml_type_size(w->node->type) * (size_t)(w->node->ne[0] / s->of->f.ggml_blck_size(w->node->type));
-      places[i].written = w;
-    } else if (*kept) {
-      if (!place_side(s->of, sides[i], (*kept)->data[own], (*kept)->cell_bytes[own], &places[i])) return 0;
-      places[i].elements = (*kept)->elements[own], places[i].row_bytes = (*kept)->row_bytes[own];
-    } else {
-      return 0;
-    }
-    num++;
+    if (!place_in_cache(s, sides[i], i, &r->kept, &r->sides[i])) return;
+    of = i;
   }
-  if (num == 2 &&
-      (!places[0].written != !places[1].written || !are_of_same_cells(places[0].written, places[1].written)))
-    places[0].written = places[1].written = NULL;
-  return num > 0;
+  const written_rows *keys = r->sides[0].written, *values = r->sides[1].written;
+  if (r->sides[0].data && r->sides[1].data && (!keys != !values || !are_of_same_cells(keys, values)))
+    r->sides[0].written = r->sides[1].written = NULL;
+  if (of >= 0) r->written = r->sides[of].written;
+  r->of = of;
 }
 
 /* Cell of the cache that a side's cell 0 of a stream is. */
@@ -293,12 +291,11 @@ static const uint16_t *kept_halves(const struct kept_rows *k, int side, size_t a
 }
 
 void find_exact(hooked_backend *s, const tensor *node, int64_t stream) {
-  side_place places[2];
-  struct kept_rows *k;
-  const tensor *mask = node->src[3];
+  const side_place *places = s->rows.sides;
+  struct kept_rows *k = s->rows.kept;
+  const int of = s->rows.of;
   s->num_exact = 0;
-  if (!exact_recent() || !mask || mask->ne[2] != 1 || !place_sides(s, node, places, &k)) return;
-  const int of = places[0].data ? 0 : 1;
+  if (of < 0) return;
   const int64_t first = first_cell_of(&places[of], node->src[1 + of], stream), num_cells = node->src[1]->ne[1];
   if (places[0].data && places[1].data && first_cell_of(&places[1], node->src[2], stream) != first) return;
   for (int i = 0; i < 2; i++) {
@@ -311,9 +308,9 @@ void find_exact(hooked_backend *s, const tensor *node, int64_t stream) {
     s->exact_sides[i].token_stride = (ptrdiff_t)places[i].elements * (ptrdiff_t)sizeof(uint16_t);
     s->exact_sides[i].head_stride = places[i].of_head;
   }
-  const written_rows *w[2] = {places[0].written, places[1].written}, *any = w[of];
+  const written_rows *w[2] = {places[0].written, places[1].written}, *any = s->rows.written;
   long num_changed = 0;
-  for (size_t at = 0; k && at < (size_t)k->num_sequences * (size_t)(k->first + k->recent); at++) {
+  for (size_t at = 0; k && at < (size_t)k->num_sequences * rows_of(k); at++) {
     const int64_t cell = k->rows[at].cell - first;
     if (k->rows[at].cell < 0) continue;
     if (cell < 0 || cell >= num_cells) continue;
@@ -341,15 +338,28 @@ void find_exact(hooked_backend *s, const tensor *node, int64_t stream) {
 
 /* ---- What is kept ---------------------------------------------------------------------------------- */
 
-static size_t rows_of(const struct kept_rows *k) { return (size_t)(k->first + k->recent); }
+/* Bytes of a sequence's rows. */
+static long bytes_of_sequence(const struct kept_rows *k) {
+  size_t of_row = 0;
+  for (int i = 0; i < 2; i++) of_row += (size_t)k->elements[i] * sizeof(uint16_t) + k->row_bytes[i];
+  return (long)(rows_of(k) * of_row);
+}
+
+/* Empties a row's place. */
+static void drop_row(kept_row *row) {
+  count_exact(ROWS_HELD, -(row->cell >= 0));
+  *row = (kept_row){.cell = -1};
+}
+
+static void drop_all(struct kept_rows *k) {
+  for (size_t at = 0; at < (size_t)k->num_sequences * rows_of(k); at++) drop_row(&k->rows[at]);
+  count_exact(BYTES_HELD, -k->num_sequences * bytes_of_sequence(k));
+  k->num_sequences = 0;
+}
 
 static void free_kept(struct kept_rows *k) {
-  const size_t num = (size_t)k->num_sequences * rows_of(k);
-  for (size_t at = 0; at < num; at++) count_exact(ROWS_HELD, -(k->rows[at].cell >= 0));
-  for (int i = 0; i < 2; i++) {
-    count_exact(BYTES_HELD, -(long)(num * ((size_t)k->elements[i] * sizeof(uint16_t) + k->row_bytes[i])));
-    free(k->halves[i]), free(k->stored[i]);
-  }
+  drop_all(k);
+  for (int i = 0; i < 2; i++) free(k->halves[i]), free(k->stored[i]);
   free(k->rows), free(k);
 }
 
@@ -362,26 +372,27 @@ void forget_exact(hooked_backend *s) {
   free(s->exact), free(s->write_jobs);
 }
 
-/* What is kept of a pair of caches, or a new one; NULL: there is no memory. */
-static struct kept_rows *kept_rows_of(hooked_backend *s, const side_place places[2], struct kept_rows *k) {
-  if (k && k->recent == exact_recent() && k->first == atomic_load(&num_first)) return k;
+/* What is kept of the caches of the node that runs, made anew where there is none or other numbers of tokens are asked for;
+ * NULL: there is no memory. */
+static struct kept_rows *kept_rows_of(hooked_backend *s) {
+  row_places *r = &s->rows;
+  struct kept_rows *k = r->kept;
   if (!k) {
-    if (!(k = calloc(1, sizeof *k))) return NULL;
+    if (!(k = r->kept = calloc(1, sizeof *k))) return NULL;
     for (int i = 0; i < 2; i++) {
-      const written_rows *w = places[i].written;
-      if (!w || (i == 1 && w == places[0].written)) continue;
-      k->type[i] = w->node->type, k->data[i] = places[i].data;
-      k->row_bytes[i] = places[i].row_bytes, k->cell_bytes[i] = places[i].cell_bytes;
-      k->elements[i] = places[i].elements, k->cache_bytes[i] = (size_t)w->node->ne[1] * places[i].cell_bytes;
+      const written_rows *w = r->sides[i].written;
+      if (!w || (i == 1 && w == r->sides[0].written)) continue;
+      k->type[i] = w->node->type, k->data[i] = r->sides[i].data;
+      k->row_bytes[i] = r->sides[i].row_bytes, k->cell_bytes[i] = r->sides[i].cell_bytes;
+      k->elements[i] = r->sides[i].elements, k->cache_bytes[i] = (size_t)w->node->ne[1] * r->sides[i].cell_bytes;
     }
     k->following = s->kept;
     s->kept = k;
   }
-  const size_t num = (size_t)k->num_sequences * rows_of(k); /* other settings than before: it begins anew */
-  for (size_t at = 0; at < num; at++) count_exact(ROWS_HELD, -(k->rows[at].cell >= 0));
-  for (int i = 0; i < 2; i++)
-    count_exact(BYTES_HELD, -(long)(num * ((size_t)k->elements[i] * sizeof(uint16_t) + k->row_bytes[i])));
-  k->num_sequences = 0, k->recent = exact_recent(), k->first = atomic_load(&num_first);
+  if (k->recent != r->recent || k->first != r->first) {
+    drop_all(k);
+    k->recent = r->recent, k->first = r->first;
+  }
   return k;
 }
 
@@ -406,15 +417,11 @@ static int new_sequence(struct kept_rows *k) {
       if (!enlarge(&k->halves[i], num * (size_t)k->elements[i] * sizeof(uint16_t)) ||
           !enlarge(&k->stored[i], num * k->row_bytes[i]))
         return -1;
-    for (int i = 0; i < 2; i++)
-      count_exact(BYTES_HELD, (long)(rows_of(k) * ((size_t)k->elements[i] * sizeof(uint16_t) + k->row_bytes[i])));
+    count_exact(BYTES_HELD, bytes_of_sequence(k));
     for (size_t at = num - rows_of(k); at < num; at++) k->rows[at].cell = -1;
     k->num_sequences++;
   }
-  for (size_t at = (size_t)q * rows_of(k); at < (size_t)(q + 1) * rows_of(k); at++) {
-    count_exact(ROWS_HELD, -(k->rows[at].cell >= 0));
-    k->rows[at] = (kept_row){.cell = -1};
-  }
+  for (size_t at = (size_t)q * rows_of(k); at < (size_t)(q + 1) * rows_of(k); at++) drop_row(&k->rows[at]);
   k->sequences[q] = (kept_sequence){.newest = -1};
   return q;
 }
@@ -426,7 +433,6 @@ typedef struct {
 } seen_row;
 
 static int sees(const seen_row *row, int64_t cell) {
-  enum { HIDDEN = 0xfc00 };
   return cell >= row->first && cell < row->first + row->num_cells && row->mask[cell - row->first] != HIDDEN;
 }
 
@@ -464,15 +470,13 @@ static int sequence_of_row(struct kept_rows *k, const seen_row *row, int64_t gra
 }
 
 /* Keeps row `i` of what was written as one of a sequence. */
-static void keep_row(struct kept_rows *k, const side_place places[2], int64_t i, int q, int position, int64_t graph) {
-  const written_rows *any = places[0].written ? places[0].written : places[1].written;
-  const int64_t cell = cell_of(any->node, i);
+static void keep_row(struct kept_rows *k, const row_places *r, int64_t i, int q, int position, int64_t graph) {
+  const int64_t cell = cell_of(r->written->node, i);
   const size_t start = (size_t)q * rows_of(k), num = (size_t)k->num_sequences * rows_of(k);
   size_t at = num;
   for (size_t other = 0; other < num; other++) { /* it is written again, as after a draft that was taken back */
     if (k->rows[other].cell != cell) continue;
-    k->rows[other].cell = -1;
-    count_exact(ROWS_HELD, -1);
+    drop_row(&k->rows[other]);
     if (other >= start + (size_t)k->first && other < start + rows_of(k)) at = other;
   }
   if (position < k->first) at = start + (size_t)position;
@@ -480,12 +484,13 @@ static void keep_row(struct kept_rows *k, const side_place places[2], int64_t i,
     k->sequences[q].newest = (k->sequences[q].newest + 1) % k->recent;
     at = start + (size_t)(k->first + k->sequences[q].newest);
   }
-  count_exact(ROWS_HELD, 1 - (k->rows[at].cell >= 0));
+  drop_row(&k->rows[at]);
+  count_exact(ROWS_HELD, 1);
   k->rows[at] = (kept_row){.cell = cell, .graph = graph, .position = position};
   k->sequences[q].graph = graph;
   for (int side = 0; side < 2; side++) {
     if (!k->data[side]) continue;
-    memcpy(k->halves[side] + at * (size_t)k->elements[side], halves_of(places[side].written, i),
+    memcpy(k->halves[side] + at * (size_t)k->elements[side], halves_of(r->sides[side].written, i),
            (size_t)k->elements[side] * sizeof(uint16_t));
     memcpy(k->stored[side] + at * k->row_bytes[side], k->data[side] + (size_t)cell * k->cell_bytes[side],
            k->row_bytes[side]);
@@ -494,21 +499,18 @@ static void keep_row(struct kept_rows *k, const side_place places[2], int64_t i,
 
 void remember_rows(hooked_backend *s, const tensor *node) {
   enum { MOST_STEPS_BACK = 64 };
-  side_place places[2];
-  struct kept_rows *k;
-  const tensor *q = node->src[0], *mask = node->src[3];
-  if (!exact_recent() || !mask || mask->ne[2] != 1 || !place_sides(s, node, places, &k)) return;
-  const written_rows *w = places[0].written ? places[0].written : places[1].written;
-  if (!w) return;
-  const int of = places[0].data ? 0 : 1;
+  const row_places *r = &s->rows;
+  const written_rows *w = r->written;
+  if (r->of < 0 || !w) return;
+  const tensor *q = node->src[0], *mask = node->src[3], *side = node->src[1 + r->of];
   const int64_t num = w->node->src[0]->ne[1], per_stream = q->ne[1];
-  if (per_stream * q->ne[3] != num || !(k = kept_rows_of(s, places, k))) return;
+  struct kept_rows *k = per_stream * q->ne[3] == num ? kept_rows_of(s) : NULL;
+  if (!k) return;
   if (!grow(&s->tokens, &s->room_tokens, (int)num, sizeof *s->tokens)) return;
   for (int64_t i = 0; i < num; i++) {
-    const int64_t stream = i / per_stream, kv_stream = stream / (q->ne[3] / node->src[1]->ne[3]);
-    const seen_row row = {(const uint16_t *)((const char *)mask->data + stream % mask->ne[3] * (int64_t)mask->nb[3] +
-                                             i % per_stream * (int64_t)mask->nb[1]),
-                          node->src[1]->ne[1], first_cell_of(&places[of], node->src[1 + of], kv_stream)};
+    const int64_t stream = i / per_stream, kv_stream = stream / (q->ne[3] / side->ne[3]);
+    const seen_row row = {mask_row(mask, stream, i % per_stream), side->ne[1],
+                          first_cell_of(&r->sides[r->of], side, kv_stream)};
     token_place *t = &s->tokens[i];
     int64_t before = i - 1;
     const int64_t least = i - i % per_stream > i - MOST_STEPS_BACK ? i - i % per_stream : i - MOST_STEPS_BACK;
@@ -531,8 +533,7 @@ void remember_rows(hooked_backend *s, const tensor *node) {
   for (int64_t i = 0; i < num; i++) {
     const token_place *t = &s->tokens[i];
     int is_good = t->sequence >= 0 && t->is_kept;
-    for (int side = 0; side < 2 && is_good; side++)
-      is_good = !places[side].written || *is_finite_of(places[side].written, i);
-    if (is_good) keep_row(k, places, i, t->sequence, t->position, s->num_graphs);
+    for (int j = 0; j < 2 && is_good; j++) is_good = !r->sides[j].written || *is_finite_of(r->sides[j].written, i);
+    if (is_good) keep_row(k, r, i, t->sequence, t->position, s->num_graphs);
   }
 }

@@ -40,6 +40,14 @@ const char *name_of_reason(reason why);
 
 /* ---- masks.c ---- */
 
+enum { HIDDEN = 0xfc00 }; /* -infinity in float16: the cell is not seen */
+
+/* What a query row of a stream sees, of the first head: a number for each cell. */
+static inline const uint16_t *mask_row(const tensor *mask, int64_t stream, int64_t row) {
+  return (const uint16_t *)((const char *)mask->data + stream % mask->ne[3] * (int64_t)mask->nb[3] +
+                            row * (int64_t)mask->nb[1]);
+}
+
 /* Cells first..stop-1. */
 typedef struct {
   int64_t first, stop;
@@ -137,6 +145,25 @@ typedef struct {
   const char *rows[2]; /* of keys, of values: in float16, or where they lie if that side is not quantized */
 } exact_row;
 
+/* Where the rows of a side, keys or values, lie in the cache that they are written to. */
+typedef struct {
+  const char *data;            /* of the cache: its cell 0; NULL: the side is not quantized */
+  size_t cell_bytes;           /* from a cell to the next one */
+  size_t row_bytes;            /* of a cell, all heads */
+  int64_t elements;            /* of a cell */
+  ptrdiff_t first, of_head;    /* bytes in a float16 row to the side's KV head 0, and from a head to the next one */
+  const written_rows *written; /* by this graph; or NULL */
+} side_place;
+
+/* The same of the node that runs, with what is kept of its caches. */
+typedef struct {
+  side_place sides[2];
+  int of;                      /* a side that is quantized; -1: the node has no exact rows */
+  const written_rows *written; /* by this graph, of that side */
+  struct kept_rows *kept;      /* or NULL */
+  int recent, first;           /* tokens of a sequence that are to be kept */
+} row_places;
+
 /* A token of the graph, as a row that may be kept. */
 typedef struct {
   int sequence, position, is_kept; /* sequence -1: of none */
@@ -168,6 +195,7 @@ typedef struct hooked_backend {
 
   /* Of the node that runs. */
   side sides[2];    /* keys, values */
+  row_places rows;  /* where they lie in its caches */
   exact_row *exact; /* of the stream at hand, by cell */
   kvedge_rows exact_sides[2];
   token_place *tokens;
@@ -220,9 +248,15 @@ int exact_recent(void);
 int writes_rows(const host *h, const tensor *node);
 /* The function of the CPU backend for a type; NULL: it has none. */
 static inline from_float encoder_of(const host *h, int type) { return h->cpu_traits(type)->from_float; }
+/* Bytes of so many elements, whole blocks. */
+static inline size_t row_bytes_of(const host *h, int type, int64_t elements) {
+  return h->f.ggml_type_size(type) * (size_t)(elements / h->f.ggml_blck_size(type));
+}
 /* Room for what write node `index` of a graph writes; 0: there is no memory. */
 int reserve_written(hooked_backend *s, write_job *j, int index);
 void run_write(tensor *dst, int ith, int nth, void *userdata);
+/* Finds where a node's rows lie in its caches: s->rows, before the calls below. */
+void place_rows(hooked_backend *s, const tensor *node);
 /* Finds the exact rows of a node's stream, whose sides are set, in s->exact and s->exact_sides. */
 void find_exact(hooked_backend *s, const tensor *node, int64_t stream);
 /* Keeps what the graph wrote for a node that has run. */

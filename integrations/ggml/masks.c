@@ -7,7 +7,6 @@
 
 enum {
   ZERO = 0,
-  HIDDEN = 0xfc00, /* -infinity */
   /* Runs shorter than this on average: reading what lies between them costs less than tiles that end with each. */
   LEAST_RUN = 48,
   MOST_RUNS_OF_ROW = 4096,

@@ -48,7 +48,7 @@ static to_float decoder_of(const host *h, const tensor *t) {
 static int has_whole_rows(const host *h, const tensor *t) {
   const int64_t elements = h->f.ggml_blck_size(t->type);
   const size_t bytes = h->f.ggml_type_size(t->type);
-  return t->nb[0] == bytes && t->ne[0] % elements == 0 && t->nb[1] >= bytes * (size_t)(t->ne[0] / elements);
+  return t->nb[0] == bytes && t->ne[0] % elements == 0 && t->nb[1] >= row_bytes_of(h, t->type, t->ne[0]);
 }
 
 static float param(const int32_t *params, int i) {
@@ -251,22 +251,15 @@ static int64_t tokens_from(const hooked_backend *s, int first_segment) {
   return num;
 }
 
-/* Where the mask of a group's rows lies, of the first head and cell 0. */
-static const uint16_t *mask_of(const tensor *node, int64_t stream, const row_group *g) {
-  const tensor *mask = node->src[MASK];
-  return (const uint16_t *)((const char *)mask->data + stream % mask->ne[3] * (int64_t)mask->nb[3] +
-                            g->first * (int64_t)mask->nb[1]);
-}
-
-/* Another call of the node's, of a group of query rows and the segments from `first_segment` on; NULL: there is no memory. */
-static kvedge_attention_call *add_call(hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream,
-                                       const row_group *g, const kvedge_rows sides[2], int first_segment) {
+/* Another call of the node's, of a group of query rows and the segments from `first_segment` on; 0: there is no memory. */
+static int add_call(hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream, const row_group *g,
+                    const kvedge_rows sides[2], int first_segment) {
   const tensor *q = node->src[QUERY], *k = node->src[KEYS];
   if (!grow(&s->calls, &s->room_calls, s->num_calls + 1, sizeof *s->calls) ||
       !grow(&s->options, &s->room_options, s->num_calls + 1, sizeof *s->options) ||
       !grow(&s->caches, &s->room_caches, s->num_calls + 1, sizeof *s->caches) ||
       !grow(&s->places, &s->room_places, s->num_calls + 1, sizeof *s->places))
-    return NULL;
+    return 0;
   s->places[s->num_calls] = (call_place){first_segment, -1, -1};
   kvedge_attention_options *options = &s->options[s->num_calls];
   kvedge_attention_defaults(options);
@@ -278,8 +271,7 @@ static kvedge_attention_call *add_call(hooked_backend *s, const tensor *node, co
                                                 .values = sides[1],
                                                 .num_kv_heads = (int)k->ne[2],
                                                 .num_segments = s->num_segments - first_segment};
-  kvedge_attention_call *call = &s->calls[s->num_calls++];
-  *call = (kvedge_attention_call){
+  s->calls[s->num_calls++] = (kvedge_attention_call){
       .num_heads = (int)q->ne[2],
       .num_rows = g->count,
       .query = {.data = (char *)q->data + stream * (int64_t)q->nb[3] + g->first * (int64_t)q->nb[1],
@@ -289,7 +281,7 @@ static kvedge_attention_call *add_call(hooked_backend *s, const tensor *node, co
                 .token_stride = (ptrdiff_t)node->nb[2],
                 .head_stride = (ptrdiff_t)node->nb[1]},
   };
-  return call;
+  return 1;
 }
 
 /* The mask is added to the logits of stored rows from a cell on. */
@@ -307,7 +299,7 @@ static void add_bias(const hooked_backend *s, const tensor *node, const int32_t 
 static int add_biased(hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream, int64_t kv_stream,
                       const row_group *g, const exact_range *of) {
   const kvedge_rows sides[2] = {s->sides[0].rows, s->sides[1].rows};
-  const uint16_t *mask = mask_of(node, stream, g) + of->first;
+  const uint16_t *mask = mask_row(node->src[MASK], stream, g->first) + of->first;
   const int64_t num_cells = of->stop - of->first, stride = (int64_t)node->src[MASK]->nb[1] / 2;
   const int first = s->num_segments;
   if (!add_segment(s, stored_row(&s->sides[0], kv_stream, of->first), stored_row(&s->sides[1], kv_stream, of->first),
@@ -433,6 +425,7 @@ static int make_calls(hooked_backend *s, tensor *node, const int32_t *params) {
 /* Plans a node; 0: it falls back. *num_calls 0: nothing is left to do. */
 static int plan_node(hooked_backend *s, tensor *node, const int32_t *params, int num_threads) {
   s->slices = NULL;
+  place_rows(s, node);
   for (int i = 0; i < 2; i++)
     if (!make_side(s, node->src[KEYS + i], &s->sides[i])) return 0;
   const int num = make_calls(s, node, params);

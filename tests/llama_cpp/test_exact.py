@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType  # noqa: E402
 from helpers.ggml_nodes import Cache, expected  # noqa: E402
 from helpers.llama_cpp_models import ROOT, SMOLLM, Model  # noqa: E402
 
+from kvedge.evaluation.measure import log_softmax  # noqa: E402
 from kvedge.llama_cpp import disable, enable, report  # noqa: E402
 
 CELLS, HEADS, KV_HEADS, DIM = 320, 6, 2, 64
@@ -241,12 +242,7 @@ def test_numbers_out_of_range_are_refused(numbers):
 
 def loss(precise, logits):
     """The mean KL of logits to precise ones, in nats."""
-
-    def logs(x):
-        x = x.astype(np.float64) - x.max(-1, keepdims=True)
-        return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-    p, q = logs(precise), logs(logits)
+    p, q = (log_softmax(rows.astype(np.float64)) for rows in (precise, logits))
     return (np.exp(p) * (p - q)).sum(-1).mean()
 
 

@@ -218,7 +218,7 @@ MOVES = ["step", "step", "generate", "checkpoint", "branch", "crop", "crop", "ke
          "break off", "load", "load"]  # fmt: skip
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), name=st.sampled_from(SHORT))
 def test_any_course_of_a_conversation_is_that_of_its_text(data, name):
     run(data, name, 6)
