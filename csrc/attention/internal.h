@@ -119,10 +119,8 @@ typedef struct {
   const kvedge_cell *cells[SIDES];
   int takes_groups[SIDES]; /* all groups of a row by one kernel call */
   int decodes[SIDES]; /* the path has none for the format: rows are decoded, block by block, for those of float32 */
-  kvedge_view_side
-      expanded[SIDES]; /* where the format has `expand`: a tile's rows as q8_0, of all heads side by side */
-  int heads_per_step;  /* KV heads whose tiles are worked on together */
-  int batches_heads;   /* by kernels for as many heads at once */
+  int heads_per_step; /* KV heads whose tiles are worked on together */
+  int batches_heads;  /* by kernels for as many heads at once */
 
   /* Partial results, one per slot and one total: maximum and sum (num_kv_heads, query_rows), accumulator
    * (num_kv_heads, query_rows, acc_stride). */
@@ -140,11 +138,6 @@ typedef struct {
   float *lse;       /* (num_rows, num_heads) or NULL */
   double *log_sums; /* the same in double, where results of several parts are merged; or NULL */
 } kvedge_attention;
-
-/* A side as it lies in the tiles that steps work on. */
-static inline const kvedge_view_side *kvedge_side_in_tiles(const kvedge_attention *a, int s) {
-  return a->view.side[s].format->expanded ? &a->expanded[s] : &a->view.side[s];
-}
 
 typedef struct {
   float *max, *sum; /* (num_kv_heads, query_rows) */
@@ -276,7 +269,6 @@ enum { KVEDGE_MOST_JOINED = 8 }; /* calls with one result */
  * they are not valid. And a request's view of them, checked; segments NULL: only sizes are
  * planned; num_tokens are those of all calls that join. */
 int kvedge_requests_of_rows(const kvedge_rows_cache *rows, int num_heads);
-size_t kvedge_expanded_bytes_of_rows(const kvedge_rows_cache *rows);
 kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *rows, int64_t num_tokens,
                                   kvedge_segment *segments);
 
@@ -323,8 +315,6 @@ typedef struct {
 /* Working memory of a thread that runs slices, 64-byte aligned (tile.h), and its bytes. */
 typedef struct kvedge_workspace kvedge_workspace;
 size_t kvedge_workspace_bytes(void);
-/* And behind it room for a side's tiles that are expanded; mostly none. */
-size_t kvedge_expanded_bytes(const kvedge_cache_view *view, int s);
 
 /* slice.c: runs a slice, whose result is left in a slot. What this thread runs next is prefetched at the end, if its rows lie
  * as those of this one. `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */

@@ -28,22 +28,13 @@ void kvedge_attention_defaults(kvedge_attention_options *options) {
   *options = (kvedge_attention_options){.scale = NAN, .causal = 1, .first_row = -1};
 }
 
-/* A side as its tiles lie once they are expanded to q8_0. */
-static kvedge_view_side expanded_side(const kvedge_cache_view *view, int s) {
-  kvedge_view_side side = view->side[s];
-  side.format = &kvedge_format_q8_0;
-  side.head_stride = (ptrdiff_t)kvedge_row_bytes(side.format, side.shape.dim);
-  side.row_stride = side.token_bytes = side.head_stride * view->num_kv_heads;
-  kvedge_find_scales_in_rows(&side);
-  return side;
-}
-
 /* What a path has for keys or values. (Decoding a grid bounds what levels times very large
  * scales would take beyond float32.) */
 static const kvedge_cell *cell_of(const kvedge_kernels *kernels, const kvedge_view_side *side) {
   static const kvedge_cell none = {.scores = NULL};
   const unsigned format = side->format->id;
   if (kvedge_is_of_runs(side->format)) return &kernels->runs;
+  if (side->format->codes) return &kernels->blocks;
   if (side->scales_in_rows) return &kernels->cells[KVEDGE_INT8]; /* codes of int8 */
   if (format < KVEDGE_NUM_FORMATS) return &kernels->cells[format];
   return side->bound > FLT_MAX / 8 || side->shape.num_groups > 1 ? &none : &kernels->grids;
@@ -55,7 +46,6 @@ static void plan_kernels(kvedge_attention *a) {
   a->kernels = kvedge_active();
   for (int s = 0; s < SIDES; s++) {
     const kvedge_row_shape *rows = &a->view.side[s].shape;
-    if (a->view.side[s].format->expanded) a->expanded[s] = expanded_side(&a->view, s);
     const int whole_bytes = rows->num_groups <= 1 || rows->group_size * a->view.side[s].format->bits % 8 == 0;
     a->cells[s] = cell_of(a->kernels, &a->view.side[s]);
     a->decodes[s] = !a->cells[s]->scores || !whole_bytes;
@@ -83,7 +73,7 @@ static void plan_kernels(kvedge_attention *a) {
 
 /* Tokens of a tile. */
 static int plan_tile(const kvedge_attention *a) {
-  const kvedge_view_side *keys = kvedge_side_in_tiles(a, KEYS), *values = kvedge_side_in_tiles(a, VALUES);
+  const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
   const int64_t of_token = keys->token_bytes + values->token_bytes;
   int64_t most = 2 * TILE_BYTES / (of_token > 0 ? of_token : 1);
   const int64_t of_head = keys->head_stride * (KVEDGE_RUN / keys->format->row_tokens) +

@@ -2,6 +2,8 @@
  * the cells that serve the call, all groups of channels at once or one by one, or block by block of 16 decoded
  * tokens where a path has none for the format.
  */
+#include <math.h>
+
 #include "attention/tile.h"
 
 /* ---- Scales ---------------------------------------------------------------------------------- */
@@ -16,7 +18,7 @@ static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
 /* Scales of one head's keys, or of its values, in a tile: of `count` groups from one on, column by column. */
 static const float *tile_scales(const kvedge_attention *a, const token_tile *tile, int s, int kv_head, int group,
                                 int count, scale_columns *columns) {
-  const kvedge_view_side *side = kvedge_side_in_tiles(a, s);
+  const kvedge_view_side *side = &a->view.side[s];
   const int num_groups = side->shape.num_groups, column = kv_head * num_groups + group;
   if (count <= columns->count && column >= columns->first && column + count <= columns->first + columns->count)
     return columns->scale[column - columns->first];
@@ -48,7 +50,7 @@ static const float *tile_scales(const kvedge_attention *a, const token_tile *til
 /* Some groups of channels of a head's keys, or of its values; those of several groups are of KVEDGE_GROUP channels. */
 static kvedge_tile rows_of_groups(const kvedge_attention *a, const head_tile *h, int s, int group, int count,
                                   workspace *w) {
-  const kvedge_view_side *side = kvedge_side_in_tiles(a, s);
+  const kvedge_view_side *side = &a->view.side[s];
   const int left = side->shape.dim - group * side->shape.group_size, all = count * side->shape.group_size;
   const ptrdiff_t start_bytes = group * side->group_stride;
   kvedge_tile rows = {.blocks = h->tile->rows[s],
@@ -59,6 +61,7 @@ static kvedge_tile rows_of_groups(const kvedge_attention *a, const head_tile *h,
                       .dim = left < all ? left : all,
                       .factor = a->factor[s],
                       .bits = side->format->bits,
+                      .codes = side->format->codes,
                       .first = h->tile->first[s]};
   if (h->prefetches) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
   if (side->shape.num_groups) {
@@ -76,7 +79,7 @@ typedef struct {
 } decoded_block;
 
 static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, int s, int b, decoded_block *room) {
-  const kvedge_view_side *side = kvedge_side_in_tiles(a, s);
+  const kvedge_view_side *side = &a->view.side[s];
   const int dim = side->shape.dim, left = h->tile->num_tokens - b * KVEDGE_BLOCK;
   const int num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK;
   const char *rows = h->tile->rows[s][b] + h->kv_head * side->head_stride;
@@ -95,14 +98,14 @@ static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, i
 
 /* ---- Scores ---------------------------------------------------------------------------------- */
 
-/* The larger of `largest` and x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
+/* The larger of `largest` and the magnitudes of x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
 static float largest_of(const float *x, int start, int stop, float largest) {
   enum { LANES = 8 };
   float lane[LANES] = {0};
   int t = start;
   for (; t + LANES <= stop; t += LANES)
-    for (int j = 0; j < LANES; j++) lane[j] = x[t + j] > lane[j] ? x[t + j] : lane[j];
-  for (; t < stop; t++) largest = x[t] > largest ? x[t] : largest;
+    for (int j = 0; j < LANES; j++) lane[j] = fabsf(x[t + j]) > lane[j] ? fabsf(x[t + j]) : lane[j];
+  for (; t < stop; t++) largest = fabsf(x[t]) > largest ? fabsf(x[t]) : largest;
   for (int j = 0; j < LANES; j++) largest = lane[j] > largest ? lane[j] : largest;
   return largest;
 }
@@ -131,8 +134,10 @@ static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, i
 static void choose_planes(const kvedge_attention *a, const head_tile *h, const kvedge_tile *keys, int num_groups,
                           int *planes) {
   const float *error = h->queries->error + kvedge_index_of(a, h);
+  const kvedge_block_codes *codes = a->view.side[KEYS].format->codes;
+  const float share = codes ? -codes->levels[0] / 127.0f : 1.0f; /* of what an error of int8's is, by the largest level */
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
-  float bound = a->view.side[KEYS].bound * a->factor[KEYS];
+  float bound = a->view.side[KEYS].bound * a->factor[KEYS] * share;
   for (int j = 0; j < h->count; j++) plain &= error[j] * bound <= KVEDGE_LOGIT_ERROR;
   if (a->planes[KEYS] || plain) {
     for (int j = 0; j < h->count; j++) planes[j] = a->planes[KEYS] ? a->planes[KEYS] : 2;
@@ -152,7 +157,7 @@ static void choose_planes(const kvedge_attention *a, const head_tile *h, const k
           largest = of_group > largest ? of_group : largest;
         }
       }
-      most = error[j] * largest > most ? error[j] * largest : most;
+      most = error[j] * largest * share > most ? error[j] * largest * share : most;
     }
     for (int j = i; j < next; j++) planes[j] = most > KVEDGE_LOGIT_ERROR ? 3 : 2;
   }

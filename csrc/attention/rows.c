@@ -78,13 +78,6 @@ int kvedge_requests_of_rows(const kvedge_rows_cache *rows, int num_heads) {
   return apart ? rows->num_kv_heads : 1;
 }
 
-size_t kvedge_expanded_bytes_of_rows(const kvedge_rows_cache *rows) {
-  kvedge_cache_view view;
-  int apart;
-  if (!view_of_rows(rows, &view, &apart)) return 0;
-  return kvedge_expanded_bytes(&view, KEYS) + kvedge_expanded_bytes(&view, VALUES);
-}
-
 kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *rows, int64_t num_tokens,
                                   kvedge_segment *segments) {
   const kvedge_attention_options *o = r->options;

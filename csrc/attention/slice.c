@@ -111,43 +111,6 @@ static token_tile first_tile(const kvedge_cache_view *view, kvedge_slice of) {
   return next_tile(of.attention, &cursor);
 }
 
-/* ---- Expanded tiles -------------------------------------------------------------------------- */
-
-size_t kvedge_expanded_bytes(const kvedge_cache_view *view, int s) {
-  const kvedge_view_side *side = &view->side[s];
-  if (!side->format->expanded) return 0;
-  const size_t row = kvedge_row_bytes(&kvedge_format_q8_0, side->shape.dim);
-  return kvedge_align(KVEDGE_TILE * (size_t)view->num_kv_heads * row);
-}
-
-/* Expands a side's rows of a tile to q8_0, in `room`, where its blocks then lie. */
-static void expand_side(const kvedge_attention *a, int s, token_tile *tile, const token_tile *next, char *room) {
-  const kvedge_view_side *from = &a->view.side[s], *to = &a->expanded[s];
-  const kvedge_block_levels *levels = from->format->expanded;
-  const int are_together = from->head_stride == from->shape.num_groups * (ptrdiff_t)levels->block_bytes;
-  const int heads = are_together ? a->view.num_kv_heads : 1, num_blocks = heads * from->shape.num_groups;
-  for (int token = 0; token < tile->num_tokens; token++) {
-    const char *row = tile->rows[s][token / KVEDGE_BLOCK] + token % KVEDGE_BLOCK * from->row_stride;
-    const char *ahead = token < next->num_tokens ? next->rows[s][token / KVEDGE_BLOCK] + token % KVEDGE_BLOCK * from->row_stride : NULL;
-    for (ptrdiff_t at = 0; ahead && at < from->token_bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
-    for (int head = 0; head < a->view.num_kv_heads; head += heads)
-      a->kernels->rows->expand_blocks(levels, row + head * from->head_stride, num_blocks,
-                                      room + token * to->row_stride + head * to->head_stride);
-  }
-  for (int b = 0; b < tile->num_blocks[s]; b++)
-    tile->rows[s][b] = tile->scales[s][b] = room + b * KVEDGE_BLOCK * to->row_stride;
-}
-
-/* The sides whose format has to be, behind a workspace. */
-static void expand_tile(const kvedge_attention *a, token_tile *tile, const token_tile *next, kvedge_workspace *w) {
-  char *room = (char *)w + kvedge_workspace_bytes();
-  for (int s = 0; s < SIDES; s++) {
-    if (!a->view.side[s].format->expanded) continue;
-    expand_side(a, s, tile, next, room);
-    room += kvedge_expanded_bytes(&a->view, s);
-  }
-}
-
 /* ---- A slice --------------------------------------------------------------------------------- */
 
 static void clear_partial(const kvedge_attention *a, kvedge_partial *partial) {
@@ -167,16 +130,12 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
   w->queries = kvedge_queries_for(a, &block, slot);
   clear_partial(a, &partial);
   tile_cursor cursor = start_of_chunk(a, &block, slice % a->chunks_per_block);
-  token_tile tile = next_tile(a, &cursor), none;
-  const int expands = view->side[KEYS].format->expanded || view->side[VALUES].format->expanded;
-  clear_tile(&none);
+  token_tile tile = next_tile(a, &cursor);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     const int last = cursor.next >= cursor.stop;
-    const token_tile behind = last ? first_tile(view, following) : next_tile(a, &cursor);
-    const token_tile next = expands ? none : behind; /* what kernels prefetch: rows as they lie in tiles */
+    const token_tile next = last ? first_tile(view, following) : next_tile(a, &cursor);
     const int masking = kvedge_needs_masking(a, &block, &tile);
-    kvedge_fetch_rest(view, &tile, &behind);
-    if (expands) expand_tile(a, &tile, &behind, w);
+    kvedge_fetch_rest(view, &tile, &next);
     w->scales[KEYS].count = w->scales[VALUES].count = 0;
     for (int kv_head = 0, num; kv_head < view->num_kv_heads; kv_head += num) {
       head_tile heads[KVEDGE_HEADS];
@@ -189,7 +148,7 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
       kvedge_step(a, heads, num, &next, &partial, w);
     }
     if (last) break;
-    tile = behind;
+    tile = next;
   }
 }
 

@@ -23,8 +23,7 @@ typedef struct {
 } slice_plan;
 
 struct kvedge_slices {
-  char *workspaces; /* (num_threads, workspace_bytes) */
-  size_t workspace_bytes;
+  char *workspaces;  /* (num_threads) */
   slice_plan *plans; /* (num_plans) */
   int num_plans, num_slices;
 };
@@ -132,7 +131,7 @@ static common_room lay_out(const kvedge_attention_call *calls, int num_calls, in
                            kvedge_slices *of) {
   enum { MOST_THREADS = 1024 };
   common_room room = {.bytes = 0};
-  size_t num_plans = 0, num_joined = 0, most_segments = 0, most_expanded = 0;
+  size_t num_plans = 0, num_joined = 0, most_segments = 0;
   if (!calls || num_calls < 1 || num_threads < 1 || num_threads > MOST_THREADS) return room;
   for (int i = 0; i < num_calls;) {
     const call_group group = group_of_calls(calls + i, num_calls - i);
@@ -140,17 +139,12 @@ static common_room lay_out(const kvedge_attention_call *calls, int num_calls, in
     num_plans += (size_t)group.num_requests * (size_t)group.num_calls;
     num_joined += group.num_calls > 1 ? (size_t)group.num_requests : 0;
     size_t segments = 0;
-    for (const int stop = i + group.num_calls; i < stop; i++) {
-      segments += (size_t)num_segments(&calls[i]);
-      const size_t expanded = calls[i].rows ? kvedge_expanded_bytes_of_rows(calls[i].rows) : 0;
-      if (expanded > most_expanded) most_expanded = expanded;
-    }
+    for (const int stop = i + group.num_calls; i < stop; i++) segments += (size_t)num_segments(&calls[i]);
     if (segments > most_segments) most_segments = segments;
   }
   if (num_plans > INT32_MAX) return room;
   kvedge_take(base, &room.bytes, sizeof *of);
-  of->workspace_bytes = kvedge_workspace_bytes() + most_expanded;
-  of->workspaces = kvedge_take(base, &room.bytes, (size_t)num_threads * of->workspace_bytes);
+  of->workspaces = kvedge_take(base, &room.bytes, (size_t)num_threads * kvedge_workspace_bytes());
   of->plans = kvedge_take(base, &room.bytes, num_plans * sizeof *of->plans);
   of->num_plans = (int)num_plans, of->num_slices = 0;
   room.joined = kvedge_take(base, &room.bytes, num_joined * sizeof *room.joined);
@@ -298,7 +292,7 @@ void kvedge_slices_run(kvedge_slices *of, int slice, int next, int thread) {
   KVEDGE_FLOAT_MODE;
   slice_plan *plan = plan_of_slice(of, slice);
   kvedge_attention *a = plan->attention;
-  kvedge_workspace *w = (kvedge_workspace *)(of->workspaces + (size_t)thread * of->workspace_bytes);
+  kvedge_workspace *w = (kvedge_workspace *)(of->workspaces + (size_t)thread * kvedge_workspace_bytes());
   kvedge_slice following = {.attention = NULL};
   if (next >= 0) {
     const slice_plan *of_next = plan_of_slice(of, next);

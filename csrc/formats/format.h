@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "kvedge.h"
+#include "kernels/kernels.h"
 #include "system/arithmetic.h"
 
 enum {
@@ -35,7 +36,8 @@ typedef struct {
   int row_tokens;        /* tokens of a stored row: 1, or KVEDGE_RUN, a run, which are encoded together */
   int group_channels; /* of formats that keep scales within rows, with has_scales 0: channels of a group, which dim */
   int group_bytes;    /* is a multiple of; bytes of a group: its scale, a half, and from codes_at on codes as those */
-  int codes_at;       /* of int8. In other formats these are 0. */
+  int codes_at;       /* of int8, or `codes`. In other formats these are 0. */
+  const kvedge_block_codes *codes;
   int product_bits;   /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
                           * of products of 8 bits (docs/numerics.md), else 0 */
 
@@ -51,10 +53,6 @@ typedef struct {
 
   /* The bound of rows that are stored. In all of these rows lie one after the other. */
   float (*bound)(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows);
-
-  /* Of formats of rows in memory of others alone, whose groups become q8_0's, exactly: by these levels. They have neither
-   * bound_of, encode nor is_valid. */
-  const struct kvedge_block_levels *expanded; /* kernels/kernels.h */
 
   /* Can `encode` have made these bytes, which come from a file? Else decode might give what is
    * not finite. Runs may lie at any address. */

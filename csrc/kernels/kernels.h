@@ -99,6 +99,14 @@ static inline kvedge_query kvedge_query_group(const kvedge_query *q, int g) {
   return one;
 }
 
+/* How rows in blocks of ggml's hold elements, KVEDGE_GROUP a block: as codes of 4 bits, in byte j those of elements j and
+ * j + 16; where `fifth` is not 0 before them a fifth bit of each, element j's bit j. An element is the level of its code
+ * times the block's scale, which may be negative. */
+typedef struct {
+  int8_t levels[16]; /* by code */
+  int8_t fifth;      /* what the fifth bit adds to a level; 0: there is none */
+} kvedge_block_codes;
+
 /* A tile: the rows of up to KVEDGE_TILE tokens, of one group of channels of one KV head, or of several groups of
  * KVEDGE_GROUP channels (head batch: of KVEDGE_HEADS heads side by side), as a table of blocks of KVEDGE_BLOCK tokens,
  * wherever these lie. */
@@ -114,6 +122,7 @@ typedef struct {
   ptrdiff_t scale_stride;    /* from the scales of a group to those of the next; of a head (head batch) */
   float factor;              /* what rows without scales are multiplied by: a power of two, at most 1 for values */
   int bits;                  /* of a code */
+  const kvedge_block_codes *codes; /* of rows in blocks of ggml's, whose scales may be negative */
   int first;                 /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
                               * tile's tokens, and `next` has one for each; where in the first run the tile
                               * begins. first + num_tokens is at most KVEDGE_TILE */
@@ -194,15 +203,6 @@ typedef struct {
   int parallel_work;
 } kvedge_tuning;
 
-/* ggml's blocks of 32 elements in 4 bits, and a fifth where `fifth` is not 0, as q8_0's: a level for each code, and what the
- * fifth bit adds. By row: those times 2^shift for scales that can be divided by it, as they are for smaller ones; of each the
- * second for negative scales. */
-typedef struct kvedge_block_levels {
-  int block_bytes, shift;
-  int8_t levels[4][16];
-  int8_t fifth[4];
-} kvedge_block_levels;
-
 /* Rows of floats and of scales. */
 typedef struct {
   /* max over i of the bits of |x[i]|: as a float the largest magnitude; >= 0x7f800000 tells of a NaN
@@ -219,9 +219,6 @@ typedef struct {
    * values of `type` are read, token_stride bytes apart. */
   void (*transpose_scales)(const void *scales, kvedge_scale_type type, ptrdiff_t token_stride, int num_tokens,
                            int num_columns, float factor, float *out, ptrdiff_t out_stride);
-
-  /* Blocks that lie side by side, to q8_0's (34 bytes each). */
-  void (*expand_blocks)(const kvedge_block_levels *levels, const char *blocks, int num_blocks, char *q8_0);
 
   /* One step of the online softmax for num_queries rows of scores[KVEDGE_TILE]: with
    * m' = max(m, max_t s[t]),   p[t] = 2^((s[t] - m') * factor),   rescale = 2^((m - m') * factor)
@@ -301,6 +298,7 @@ typedef struct kvedge_kernels {
   kvedge_cell cells[KVEDGE_NUM_FORMATS]; /* by kvedge_format */
   kvedge_cell grids;                     /* of grids, by the bits of a tile: queries are floats; empty as in cells */
   kvedge_cell runs;                      /* of kivi2, kivi4 and kivi8: queries are floats, tiles tables of runs */
+  kvedge_cell blocks;                    /* of ggml's blocks: scores and weighted sums are those of all groups */
 
   const kvedge_row_kernels *rows;
   const kvedge_logit_kernels *logits;

@@ -117,30 +117,19 @@ static inline void transpose_scales_portable(const void *scales, kvedge_scale_ty
     for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = kvedge_load_scale(scales, type, c) * factor;
 }
 
-/* The scale of a block of ggml's as q8_0 has it, and the row of levels that goes with it. */
-KVEDGE_INLINE int take_block_scale(const kvedge_block_levels *levels, const char *block, char *q8_0) {
-  enum { SIGN = 0x8000, EXPONENT = 10 };
-  uint16_t scale;
-  memcpy(&scale, block, sizeof scale);
-  const int is_negative = scale >= SIGN, size = scale & (SIGN - 1), is_small = size >> EXPONENT <= levels->shift;
-  scale = (uint16_t)(is_small ? size : size - (levels->shift << EXPONENT));
-  memcpy(q8_0, &scale, sizeof scale);
-  return 2 * is_small + is_negative;
-}
+/* ---- Rows that are widened for the kernels of int8 ---- */
 
-static inline void expand_blocks_portable(const kvedge_block_levels *levels, const char *blocks, int num_blocks,
-                                          char *q8_0) {
-  for (int i = 0; i < num_blocks; i++, blocks += levels->block_bytes, q8_0 += 34) {
-    const int row = take_block_scale(levels, blocks, q8_0);
-    const uint8_t *codes = (const uint8_t *)blocks + levels->block_bytes - 16, *fifth = (const uint8_t *)blocks + 2;
-    int8_t *out = (int8_t *)q8_0 + 2;
-    for (int j = 0; j < 16; j++) {
-      out[j] = levels->levels[row][codes[j] & 15];
-      out[j + 16] = levels->levels[row][codes[j] >> 4];
-    }
-    for (int j = 0; levels->fifth[0] && j < 32; j++)
-      out[j] = (int8_t)(out[j] + (fifth[j / 8] >> j % 8 & 1) * levels->fifth[row]);
-  }
+enum { WIDE_BYTES = 16 << 10, WIDE_PAD = 64 }; /* of rows that are wide at a time */
+
+typedef struct {
+  _Alignas(64) int8_t rows[WIDE_BYTES + WIDE_PAD];
+  const char *blocks[KVEDGE_TILE_BLOCKS];
+} wide_rows;
+
+/* Tokens of `width` channels that are widened at a time. */
+static inline int wide_step(int width) {
+  const int step = WIDE_BYTES / width / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  return step < KVEDGE_TILE ? step : KVEDGE_TILE;
 }
 
 /* ---- Rows of floats: float32, float16, bfloat16 ----

@@ -127,27 +127,4 @@ KVEDGE_INLINE __m256 load_scores(const int tokens, const float *scores) {
     }                                                                                                                  \
   }
 
-/* ---- ggml's blocks ---- */
-
-KVEDGE_INLINE void expand_blocks_x86(const kvedge_block_levels *levels, const char *blocks, int num_blocks,
-                                     char *q8_0) {
-  const __m128i bits = _mm_set1_epi64x((long long)0x8040201008040201u), low = _mm_set1_epi8(15);
-  for (int i = 0; i < num_blocks; i++, blocks += levels->block_bytes, q8_0 += 34) {
-    const int row = take_block_scale(levels, blocks, q8_0);
-    const __m128i table = _mm_loadu_si128((const __m128i *)levels->levels[row]);
-    const __m128i codes = _mm_loadu_si128((const __m128i *)(blocks + levels->block_bytes - 16));
-    __m128i out[2] = {_mm_shuffle_epi8(table, _mm_and_si128(codes, low)),
-                      _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(codes, 4), low))};
-    for (int half = 0; half < 2; half++) {
-      if (levels->fifth[0]) {
-        const uint8_t *fifth = (const uint8_t *)blocks + 2 + 2 * half;
-        const __m128i of_half = _mm_set_epi64x(fifth[1] * 0x0101010101010101ll, fifth[0] * 0x0101010101010101ll);
-        const __m128i is_set = _mm_cmpeq_epi8(_mm_and_si128(of_half, bits), bits);
-        out[half] = _mm_add_epi8(out[half], _mm_and_si128(is_set, _mm_set1_epi8(levels->fifth[row])));
-      }
-      _mm_storeu_si128((__m128i *)(q8_0 + 2 + 16 * half), out[half]);
-    }
-  }
-}
-
 #endif

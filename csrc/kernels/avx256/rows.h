@@ -142,7 +142,6 @@ const kvedge_row_kernels kvedge_rows_avx256 = {
     .quantize = KVEDGE_NAME(quantize),
     .dequantize = dequantize_portable,
     .transpose_scales = KVEDGE_NAME(transpose_scales),
-    .expand_blocks = expand_blocks_x86,
     .softmax = KVEDGE_NAME(softmax),
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,

@@ -277,7 +277,6 @@ static const kvedge_row_kernels path_rows = {
     .quantize = quantize_avx512vnni,
     .dequantize = dequantize_portable,
     .transpose_scales = transpose_scales_avx512vnni,
-    .expand_blocks = expand_blocks_x86,
     .softmax = softmax_avx512vnni,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
@@ -286,17 +285,22 @@ static const kvedge_row_kernels path_rows = {
 static const kvedge_logit_kernels path_logits = KVEDGE_LOGIT_KERNELS;
 static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
 
+#define INT8_CELL                                                                                                      \
+  {.encode_query = encode_query_avx512vnni,                                                                            \
+   .scores = scores_int8_avx512vnni,                                                                                   \
+   .weighted_sum = weighted_sum_int8_avx512vnni,                                                                       \
+   .scores_of_groups = scores_of_groups_avx512vnni,                                                                    \
+   .weighted_sum_of_groups = weighted_sum_of_groups_avx512vnni,                                                        \
+   .scores_of_heads = scores_of_heads_int8_avx512vnni,                                                                 \
+   .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni}
+#include "kernels/blocks.h"
+KVEDGE_BLOCKS_FUNCTIONS(avx512vnni, INT8_CELL)
+
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
     /* Keys are read once, for all queries; values are kept as they are needed. */
     .tuning = {.step_bytes = 64 << 10, .parallel_work = 11 << 20},
-    .cells = {[KVEDGE_INT8] = {.encode_query = encode_query_avx512vnni,
-                               .scores = scores_int8_avx512vnni,
-                               .weighted_sum = weighted_sum_int8_avx512vnni,
-                               .scores_of_groups = scores_of_groups_avx512vnni,
-                               .weighted_sum_of_groups = weighted_sum_of_groups_avx512vnni,
-                               .scores_of_heads = scores_of_heads_int8_avx512vnni,
-                               .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni},
+    .cells = {[KVEDGE_INT8] = INT8_CELL,
                [KVEDGE_INT4] = {.encode_query = encode_query_of_int4_avx512vnni,
                                .scores = scores_int4_avx512vnni,
                                .weighted_sum = weighted_sum_int4_avx512vnni,
@@ -308,6 +312,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                [KVEDGE_FP8_E4M3] = KVEDGE_FLOAT_CELL(fp8_e4m3),
                [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},
     .grids = KVEDGE_GRIDS_CELL,
+    .blocks = KVEDGE_BLOCKS_CELL(avx512vnni, encode_query_avx512vnni),
     .runs = {.scores = scores_of_runs_avx512vnni, .weighted_sum = weighted_sum_of_runs_avx512vnni},
     .rows = &path_rows,
     .logits = &path_logits,

@@ -428,34 +428,11 @@ enum { SUMS = 12 }; /* a product waits up to 7 cycles for the one before it in t
 #endif
 #include "kernels/states.h"
 
-#if defined(__aarch64__)
-static void expand_blocks_neon(const kvedge_block_levels *levels, const char *blocks, int num_blocks, char *q8_0) {
-  static const uint8_t bits[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-  for (int i = 0; i < num_blocks; i++, blocks += levels->block_bytes, q8_0 += 34) {
-    const int row = take_block_scale(levels, blocks, q8_0);
-    const int8x16_t table = vld1q_s8(levels->levels[row]), more = vdupq_n_s8(levels->fifth[row]);
-    const uint8_t *fifth = (const uint8_t *)blocks + 2;
-    const uint8x16_t codes = vld1q_u8((const uint8_t *)blocks + levels->block_bytes - 16);
-    int8x16_t out[2] = {vqtbl1q_s8(table, vandq_u8(codes, vdupq_n_u8(15))), vqtbl1q_s8(table, vshrq_n_u8(codes, 4))};
-    for (int half = 0; half < 2; half++) {
-      if (levels->fifth[0]) {
-        const uint8x16_t of_half = vcombine_u8(vdup_n_u8(fifth[2 * half]), vdup_n_u8(fifth[2 * half + 1]));
-        out[half] = vaddq_s8(out[half], vandq_s8(more, vreinterpretq_s8_u8(vtstq_u8(of_half, vld1q_u8(bits)))));
-      }
-      vst1q_s8((int8_t *)q8_0 + 2 + 16 * half, out[half]);
-    }
-  }
-}
-#else
-#define expand_blocks_neon expand_blocks_portable
-#endif
-
 static const kvedge_row_kernels path_rows = {
     .abs_max_bits = abs_max_bits_neon,
     .quantize = quantize_neon,
     .dequantize = dequantize_neon,
     .transpose_scales = transpose_scales_neon,
-    .expand_blocks = expand_blocks_neon,
     .softmax = softmax_neon,
     .merge_row = merge_row_portable,
     .scale_row = scale_row_portable,
@@ -464,7 +441,7 @@ static const kvedge_row_kernels path_rows = {
 static const kvedge_logit_kernels path_logits = KVEDGE_LOGIT_KERNELS;
 static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
 
-#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, multiplied)                                         \
+#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, of_blocks, multiplied)                              \
   {                                                                                                                    \
       .name = isa_name,                                                                                                \
       .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */},                                 \
@@ -476,6 +453,7 @@ static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
                  [KVEDGE_FP8_E4M3] = KVEDGE_NEON_CELL(fp8_e4m3),                                                        \
                  [KVEDGE_FP8_E5M2] = KVEDGE_NEON_CELL(fp8_e5m2)},                                                       \
       .runs = of_runs,                                                                                                 \
+      .blocks = of_blocks,                                                                                             \
       .rows = &path_rows,                                                                                              \
       .logits = &path_logits,                                                                                          \
       .states = &path_states,                                                                                          \
