@@ -294,7 +294,22 @@ static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
    .scores_of_heads = scores_of_heads_int8_avx512vnni,                                                                 \
    .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni}
 #include "kernels/blocks.h"
-KVEDGE_BLOCKS_FUNCTIONS(avx512vnni, INT8_CELL)
+static const kvedge_cell int8_cell = INT8_CELL;
+
+static void scores_of_blocks_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
+  const int done = score_few_blocks_avx512vnni(q, keys, scores);
+  if (done == keys->num_tokens) return;
+  kvedge_tile rest = *keys;
+  rest.blocks += done / BLOCK, rest.num_tokens -= done, rest.scales += done;
+  if (done > 0) rest.next.blocks = NULL;
+  scores_of_blocks(&int8_cell, q, &rest, scores + done);
+}
+KVEDGE_BLOCK_FUNCTION(avx512vnni)
+
+static void weighted_sum_of_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
+                                              const kvedge_accumulators *to) {
+  if (!sum_few_blocks_avx512vnni(p, values, to)) weighted_sum_of_blocks(&int8_cell, p, values, to);
+}
 
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
