@@ -5,7 +5,7 @@ enum { BLOCK_CODES = KVEDGE_GROUP / 2, FIFTH_BYTES = KVEDGE_GROUP / 8 }; /* byte
 
 /* -1 where the scale of the block whose codes these are is negative, else 0. */
 static inline int sign_of_block(const kvedge_block_codes *of, const uint8_t *codes) {
-  return -(codes[of->fifth ? -FIFTH_BYTES - 1 : -1] >> 7);
+  return -(codes[1 - of->codes_at] >> 7);
 }
 
 /* The levels of a block, times -1 if `sign` is -1 and not 0, to out, which has KVEDGE_GROUP. */
