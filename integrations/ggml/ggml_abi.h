@@ -15,7 +15,9 @@ enum {
   TYPE_F32 = 0,
   TYPE_F16 = 1,
   TYPE_Q4_0 = 2,
+  TYPE_Q4_1 = 3,
   TYPE_Q5_0 = 6,
+  TYPE_Q5_1 = 7,
   TYPE_Q8_0 = 8,
   TYPE_IQ4_NL = 20,
   TYPE_I32 = 26,
@@ -100,13 +102,11 @@ struct reg {
   void *context;
 };
 
-typedef void (*to_float)(const void *row, float *to, int64_t num);
 typedef struct {
   const char *name;
   int64_t block_elements, interleaved;
   size_t block_bytes;
   bool is_quantized;
-  to_float to_float;
   /* more */
 } type_traits;
 
