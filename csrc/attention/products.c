@@ -23,8 +23,8 @@ static void take_columns(const kvedge_attention *a, const token_tile *tile, int 
     int tokens = tile->num_tokens - first;
     blocks = tile->in_order ? tile->num_blocks[s] : 1;
     if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
-    a->kernels->rows->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride, tokens,
-                                       n, a->factor[s], out + first, SCALES);
+    a->kernels->rows->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride,
+                                       tokens, n, a->factor[s], out + first, SCALES);
   }
 }
 

@@ -38,7 +38,7 @@ typedef struct {
   int group_bytes;    /* is a multiple of; bytes of a group: its scale, a half, and from codes_at on codes as those */
   int codes_at;       /* of int8, or `codes`. In other formats these are 0. */
   const kvedge_block_codes *codes;
-  int product_bits;   /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
+  int product_bits; /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
                           * of products of 8 bits (docs/numerics.md), else 0 */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest

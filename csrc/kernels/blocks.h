@@ -10,7 +10,7 @@ static inline int sign_of_block(const kvedge_block_codes *of, const uint8_t *cod
 
 /* The levels of a block, times -1 if `sign` is -1 and not 0, to out, which has KVEDGE_GROUP. */
 static inline void widen_block(const kvedge_block_codes *of, const uint8_t *codes, int sign, int8_t *out) {
-#if defined(__SSSE3__)
+#if defined(KVEDGE_KERNELS_X86_H)
   const __m128i levels = _mm_loadu_si128((const __m128i *)of->levels), low = _mm_set1_epi8(15);
   const __m128i bits = _mm_set1_epi64x((long long)0x8040201008040201u), signs = _mm_set1_epi8((char)sign);
   const __m128i both = _mm_loadu_si128((const __m128i *)codes);
@@ -19,13 +19,13 @@ static inline void widen_block(const kvedge_block_codes *of, const uint8_t *code
   for (int h = 0; h < 2; h++) {
     if (of->fifth) {
       const uint8_t *fifth = codes - FIFTH_BYTES + 2 * h;
-      const __m128i of_half = _mm_set_epi64x(fifth[1] * 0x0101010101010101ll, fifth[0] * 0x0101010101010101ll);
+      const __m128i of_half = _mm_unpacklo_epi64(_mm_set1_epi8((char)fifth[0]), _mm_set1_epi8((char)fifth[1]));
       const __m128i is_set = _mm_cmpeq_epi8(_mm_and_si128(of_half, bits), bits);
       half[h] = _mm_add_epi8(half[h], _mm_and_si128(is_set, _mm_set1_epi8(of->fifth)));
     }
     _mm_storeu_si128((__m128i *)(out + BLOCK_CODES * h), _mm_sub_epi8(_mm_xor_si128(half[h], signs), signs));
   }
-#elif defined(__aarch64__)
+#elif defined(KVEDGE_KERNELS_NEON_COMMON_H) && defined(__aarch64__)
   static const uint8_t bits[] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   const int8x16_t levels = vld1q_s8(of->levels), signs = vdupq_n_s8((int8_t)sign);
   const uint8x16_t both = vld1q_u8(codes);
@@ -60,7 +60,8 @@ static inline kvedge_tile widen_blocks(const kvedge_tile *from, int first, int n
     if (t % KVEDGE_BLOCK == 0) room->blocks[t / KVEDGE_BLOCK] = (const char *)out;
     for (int g = 0; g < num_groups; g++, codes += from->group_stride, out += KVEDGE_GROUP)
       widen_block(from->codes, codes, by_sign ? sign_of_block(from->codes, codes) : 0, out);
-    if (from->next.blocks && first_group == 0) prefetch_lines_of(from, (first + t) / KVEDGE_BLOCK, (int)row_bytes, (first + t) % KVEDGE_BLOCK, KVEDGE_BLOCK);
+    if (from->next.blocks && first_group == 0)
+      prefetch_lines_of(from, (first + t) / KVEDGE_BLOCK, (int)row_bytes, (first + t) % KVEDGE_BLOCK, KVEDGE_BLOCK);
   }
   return (kvedge_tile){.blocks = room->blocks,
                        .token_stride = width,

@@ -128,7 +128,7 @@ typedef struct {
   float factor;              /* what rows without scales are multiplied by: a power of two, at most 1 for values */
   int bits;                  /* of a code */
   const kvedge_block_codes *codes; /* of rows in blocks of ggml's, whose scales may be negative */
-  int first;                 /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
+  int first; /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
                               * tile's tokens, and `next` has one for each; where in the first run the tile
                               * begins. first + num_tokens is at most KVEDGE_TILE */
   kvedge_prefetch next;

@@ -43,9 +43,8 @@ static void free_hooked(backend *b) {
   void (*own)(backend *) = s->free;
   if (s->helper) s->of->f.ggml_backend_free(s->helper);
   for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) forget_masks(&s->masks[i]);
-  free(s->jobs), free(s->memory), free(s->calls), free(s->caches),
-      free(s->options), free(s->segments), free(s->slopes), free(s->tokens), free(s->places), free(s->is_stored),
-      free(s->bias), free(s->runs);
+  free(s->jobs), free(s->memory), free(s->calls), free(s->caches), free(s->options), free(s->segments), free(s->slopes),
+      free(s->tokens), free(s->places), free(s->is_stored), free(s->bias), free(s->runs);
   forget_exact(s);
   free(s);
   own(b);

@@ -23,13 +23,13 @@
 /* Why a node was left to ggml, or a whole graph. */
 typedef enum {
   TAKEN,
-  LEFT_SMALL,    /* too few cells to gain */
-  LEFT_TYPE,     /* keys or values are of a type that kvedge does not read */
-  LEFT_SHAPE,    /* strides, broadcasts or widths that it does not know */
-  LEFT_BUSY,     /* the backend is computing another graph at the same time */
-  FELL_BACK,     /* kvedge refused it, or gave what is not finite: ggml's kernel computed it */
-  LEFT_NO_NODE,  /* a graph: its attention is products and a softmax, no node */
-  LEFT_OLDER,    /* a graph: its backend was made before ggml was taken over */
+  LEFT_SMALL,   /* too few cells to gain */
+  LEFT_TYPE,    /* keys or values are of a type that kvedge does not read */
+  LEFT_SHAPE,   /* strides, broadcasts or widths that it does not know */
+  LEFT_BUSY,    /* the backend is computing another graph at the same time */
+  FELL_BACK,    /* kvedge refused it, or gave what is not finite: ggml's kernel computed it */
+  LEFT_NO_NODE, /* a graph: its attention is products and a softmax, no node */
+  LEFT_OLDER,   /* a graph: its backend was made before ggml was taken over */
   NUM_REASONS
 } reason;
 

@@ -42,7 +42,8 @@ static double element_of_block(kvedge_format format, const uint8_t *block, int d
   uint16_t half[2];
   memcpy(half, block, sizeof half);
   const uint8_t *codes = block + block_bytes(format) - 16;
-  const int code = d < 16 ? codes[d] & 15 : codes[d - 16] >> 4, fifth = (codes - 4)[d / 8] >> d % 8 & 1;
+  const int code = d < 16 ? codes[d] & 15 : codes[d - 16] >> 4;
+  const int fifth = block_bytes(format) >= 22 ? (codes - 4)[d / 8] >> d % 8 & 1 : 0;
   const double scale = (double)kvedge_float_of_half(half[0]);
   switch ((int)format) {
     case KVEDGE_Q4_0: return scale * (code - 8);

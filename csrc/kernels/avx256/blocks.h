@@ -18,7 +18,8 @@ static void KVEDGE_NAME(scores_of_blocks)(const kvedge_query *q, const kvedge_ti
   else (is_linear ? score_codes_1 : score_levels_1)(q, keys, scores);
 }
 
-static void KVEDGE_NAME(scores_of_block)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
+static void KVEDGE_NAME(scores_of_block)(const kvedge_query *q, const kvedge_tile *keys, float *scores,
+                                         int accumulate) {
   (void)accumulate; /* there is none before */
   KVEDGE_NAME(scores_of_blocks)(q, keys, scores);
 }
@@ -61,12 +62,13 @@ KVEDGE_INLINE void sum_blocks(const group_kind kind, __m256i table, const kvedge
   for (int i = 0; i < count; i++) {
     __m256i total = _mm256_setzero_si256();
     for (int t = 0; t < num_tokens; t += 16) /* 0 to the end of the last block */
-      total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_loadu_si256((const __m256i *)(codes + i * KVEDGE_TILE + t))));
+      total = _mm256_add_epi32(
+          total,
+          _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_loadu_si256((const __m256i *)(codes + i * KVEDGE_TILE + t))));
     const int start = values->codes->levels[0] * sum_of_int32(total);
     for (int k = 0; k < chains; k++)
 #pragma GCC unroll 4
-      for (int v = 0; v < 4; v++)
-        sum[k][i][v] = k > 0 ? _mm256_setzero_si256() : _mm256_set1_epi32(start);
+      for (int v = 0; v < 4; v++) sum[k][i][v] = k > 0 ? _mm256_setzero_si256() : _mm256_set1_epi32(start);
   }
   for (int left = num_tokens, tokens; left > 0; left -= tokens, stretch++) {
     tokens = stretch->num_tokens;
@@ -119,9 +121,9 @@ KVEDGE_INLINE void keep_half(const group_kind kind, __m256i table, const kvedge_
 
 /* The same as sum_blocks() for more queries, whose codes and scales are rows. */
 KVEDGE_INLINE void sum_kept_blocks(const group_kind kind, __m256i table, const kvedge_stretch *stretch,
-                                   const kvedge_tile *values, int num_tokens, ptrdiff_t at, int n,
-                                   const int16_t *codes, const float *scale, const float *rescale,
-                                   const kvedge_accumulators *to, float *acc) {
+                                   const kvedge_tile *values, int num_tokens, ptrdiff_t at, int n, const int16_t *codes,
+                                   const float *scale, const float *rescale, const kvedge_accumulators *to,
+                                   float *acc) {
   static const int32_t start[SUM_QUERIES];
   __m256i kept[TOGETHER / 2][2];
 #pragma GCC unroll 2
@@ -158,7 +160,9 @@ KVEDGE_INLINE void sum_few_blocks(const group_kind kind, const kvedge_probabilit
         for (int i = 0; i < n; i += 2) {
           const int row = g * n + i;
           if (n > SUM_QUERIES) {
-            sum_kept_blocks(kind, table, stretches, values, num_tokens, (first + g) * values->group_stride, n, weights->codes[row] + t, weights->scale[row] + k, t > 0 ? one : to->rescale, to, to->acc + (first + g) * KVEDGE_GROUP);
+            sum_kept_blocks(kind, table, stretches, values, num_tokens, (first + g) * values->group_stride, n,
+                            weights->codes[row] + t, weights->scale[row] + k, t > 0 ? one : to->rescale, to,
+                            to->acc + (first + g) * KVEDGE_GROUP);
             break;
           }
 #define SUM_BLOCKS(count)                                                                                              \

@@ -43,8 +43,8 @@ KVEDGE_INLINE __m512 weights_of_16(const float *p, const float *scale, int t) {
 }
 
 /* The scales of a block's weights, chunk by chunk, and what makes codes of weights. */
-KVEDGE_INLINE void scale_chunks(const float *p, const float *v_scale, int num_tokens, int together,
-                                float (*scale)[2], float *factor) {
+KVEDGE_INLINE void scale_chunks(const float *p, const float *v_scale, int num_tokens, int together, float (*scale)[2],
+                                float *factor) {
   const __m128 most = _mm_set1_ps(WEIGHT_MAX_OF_DIGITS);
   for (int k = 0; k * together < num_tokens; k += AT_A_TIME) {
     __m512 largest[AT_A_TIME];
@@ -77,14 +77,13 @@ KVEDGE_INLINE __m512i digits_of_16(const float *p, const float *v_scale, int t, 
 /* Weights of all queries with the scales of two blocks; `second` NULL: of one. `zero` is what values are above their
  * levels. */
 KVEDGE_INLINE void encode_block_weights(const kvedge_probabilities *probabilities, const float *first,
-                                        const float *second, int num_tokens, int together, int zero,
-                                        block_weights *w) {
+                                        const float *second, int num_tokens, int together, int zero, block_weights *w) {
   const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), zeros = _mm512_set1_epi8((char)zero);
   for (int i = 0; i < probabilities->num_queries; i++) {
     const float *p = probabilities->p + i * KVEDGE_TILE;
     float factor[2][MOST_CHUNKS];
     scale_chunks(p, first, num_tokens, together, w->scale[i], factor[0]);
-    if (second) scale_chunks(p, second, num_tokens, together, (float(*)[2])(w->scale[i][0] + 1), factor[1]);
+    if (second) scale_chunks(p, second, num_tokens, together, (float (*)[2])(w->scale[i][0] + 1), factor[1]);
     else
       for (int k = 0; k < MOST_CHUNKS; k++) w->scale[i][k][1] = 0.0f;
     for (int t = 0, k = 0; t < num_tokens; k++) {
@@ -216,8 +215,8 @@ KVEDGE_INLINE void add_totals(const __m512 total[4], int has_second, float resca
     in[c] = _mm512_castps_si512(_mm512_add_ps(total[c], _mm512_shuffle_f32x4(total[c], total[c], 0x4e)));
   transpose_lanes(in, of_block);
   for (int b = 0; b <= has_second; b++, acc += KVEDGE_GROUP)
-    _mm512_storeu_ps(acc, _mm512_fmadd_ps(_mm512_loadu_ps(acc), _mm512_set1_ps(rescale),
-                                          _mm512_castsi512_ps(of_block[b])));
+    _mm512_storeu_ps(acc,
+                     _mm512_fmadd_ps(_mm512_loadu_ps(acc), _mm512_set1_ps(rescale), _mm512_castsi512_ps(of_block[b])));
 }
 
 #define ADD_BLOCKS(name, linear, source, count, halves)                                                                \
@@ -238,11 +237,12 @@ ADD_BLOCKS(kept_levels_of_three, 0, KEPT, 3, 1)
 
 typedef void add_function(const block_pair *b, int first, int half, __m512 (*totals)[2][4]);
 
-int sum_few_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
-                              const kvedge_accumulators *to) {
+int sum_few_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
   static add_function *const of_one[2] = {levels_of_one, codes_of_one};
-  static add_function *const of_several[2][2][2] = {{{levels_of_two, levels_of_three}, {codes_of_two, codes_of_three}},
-                                                    {{kept_levels_of_two, kept_levels_of_three}, {kept_codes_of_two, kept_codes_of_three}}};
+  static add_function *const of_several[2][2][2] = {
+      {{levels_of_two, levels_of_three},           {codes_of_two, codes_of_three}          },
+      {{kept_levels_of_two, kept_levels_of_three}, {kept_codes_of_two, kept_codes_of_three}}
+  };
   const int n = p->num_queries, num_groups = values->dim / KVEDGE_GROUP, linear = kvedge_levels_follow(values->codes);
   const int together = p->planes == 3 ? 32 : 64, zero = linear ? -values->codes->levels[0] : 128;
   if (values->codes->fifth || n > SEVERAL_QUERIES || values->num_tokens % BLOCK) return 0;
@@ -259,8 +259,8 @@ int sum_few_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *
     const float *scales = values->scales + g * values->scale_stride;
     const int has_second = g + 1 < num_groups;
     b.to_second = has_second ? values->group_stride : 0;
-    encode_block_weights(p, scales, has_second ? scales + values->scale_stride : NULL, values->num_tokens, together, zero,
-                         b.w);
+    encode_block_weights(p, scales, has_second ? scales + values->scale_stride : NULL, values->num_tokens, together,
+                         zero, b.w);
     for (int i = 0, count, passes = (n + SUM_QUERIES - 1) / SUM_QUERIES; passes > 0; i += count, passes--) {
       __m512 totals[2][SUM_QUERIES][2][4]; /* by half where there are several queries */
       count = (n - i + passes - 1) / passes;

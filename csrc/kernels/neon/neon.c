@@ -55,9 +55,9 @@ static uint64_t multiply_neon(size_t n) {
 #include "kernels/neon/kivi.h"
 #include "kernels/blocks.h"
 KVEDGE_BLOCKS_FUNCTIONS(neon, KVEDGE_NEON_INT16_CELL(int8))
-const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE(
-    "neon", KVEDGE_NEON_INT16_CELL(int8), KVEDGE_NEON_INT16_CELL(int4), KVEDGE_NEON_RUNS,
-    KVEDGE_BLOCKS_CELL(neon, encode_query_neon), multiply_neon);
+const kvedge_kernels kvedge_kernels_neon =
+    KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_INT16_CELL(int8), KVEDGE_NEON_INT16_CELL(int4), KVEDGE_NEON_RUNS,
+                      KVEDGE_BLOCKS_CELL(neon, encode_query_neon), multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END
