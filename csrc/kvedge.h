@@ -149,6 +149,11 @@ typedef enum {
   KVEDGE_GRID7,
   KVEDGE_GRID8,
   KVEDGE_Q8_0 = 104, /* 96 + ggml's number of the type; not counted below */
+  KVEDGE_Q4_0 = 98,  /* of rows in memory of others alone, as the next ones */
+  KVEDGE_Q4_1 = 99,
+  KVEDGE_Q5_0 = 102,
+  KVEDGE_Q5_1 = 103,
+  KVEDGE_IQ4_NL = 116,
 } kvedge_format;
 enum { KVEDGE_NUM_FORMATS = 7 };
 typedef enum { KVEDGE_SCALE_FLOAT32 = 0, KVEDGE_SCALE_FLOAT16 = 1 } kvedge_scale_type;
@@ -556,11 +561,12 @@ void kvedge_slices_run(kvedge_slices *slices, int slice, int next, int thread);
  * Attention to keys and values where another program keeps them, such as a runtime's own cache: nothing is copied, and
  * there is no layer. kvedge_attention_call.rows, in slices. */
 
-/* Keys, or values: rows of float32, float16, bfloat16 or q8_0, the elements of each side by side. Those of tokens that
- * are seen are finite, and of hidden ones as well; scales are not negative, and lie at even addresses. */
+/* Keys, or values: rows of float32, float16, bfloat16 or of what ggml's quantized caches hold (q8_0, q4_0, q4_1, q5_0,
+ * q5_1, iq4_nl), the elements of each side by side. Those of tokens that are seen are finite, and of hidden ones as well;
+ * scales of q8_0 are not negative, and all scales lie at even addresses. */
 typedef struct {
-  kvedge_format format;   /* KVEDGE_FLOAT32, KVEDGE_FLOAT16, KVEDGE_BFLOAT16 or KVEDGE_Q8_0 */
-  int dim;                /* elements of a row, 1..1024; of q8_0 a multiple of 32 */
+  kvedge_format format;   /* KVEDGE_FLOAT32, _FLOAT16, _BFLOAT16, _Q8_0, _Q4_0, _Q4_1, _Q5_0, _Q5_1 or _IQ4_NL */
+  int dim;                /* elements of a row, 1..1024; of ggml's types a multiple of 32 */
   ptrdiff_t token_stride; /* bytes from a token's row to the next one's of the same KV head: those of a row at least */
   ptrdiff_t head_stride;  /* and to that of the next KV head; where heads lie side by side they are read together */
   float bound;            /* at least the largest magnitude of a row; 0: not known, which costs nothing unless rows are

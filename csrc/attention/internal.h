@@ -79,7 +79,8 @@ typedef struct {
   int32_t *offsets;  /* (.., num_groups, 4)              with encode_query */
   float *error;      /* (..) quantization error of a logit with two planes, per unit of key scale, with
                       * encode_query; of runs as kvedge_query has it */
-  float *log2_scale; /* (..) score differences times this are powers of two */
+  float *sums; /* (.., num_groups) of a group's channels, normalised; where blocks of keys have minima, else NULL */
+  float *log2_scale;                 /* (..) score differences times this are powers of two */
   double *logit_factor, *logit_bias; /* (..) */
 } kvedge_queries;
 

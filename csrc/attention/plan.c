@@ -34,6 +34,7 @@ static const kvedge_cell *cell_of(const kvedge_kernels *kernels, const kvedge_vi
   static const kvedge_cell none = {.scores = NULL};
   const unsigned format = side->format->id;
   if (kvedge_is_of_runs(side->format)) return &kernels->runs;
+  if (side->format->codes) return &kernels->blocks;
   if (side->scales_in_rows) return &kernels->cells[KVEDGE_INT8]; /* codes of int8 */
   if (format < KVEDGE_NUM_FORMATS) return &kernels->cells[format];
   return side->bound > FLT_MAX / 8 || side->shape.num_groups > 1 ? &none : &kernels->grids;

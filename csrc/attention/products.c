@@ -2,6 +2,8 @@
  * the cells that serve the call, all groups of channels at once or one by one, or block by block of 16 decoded
  * tokens where a path has none for the format.
  */
+#include <math.h>
+
 #include "attention/tile.h"
 
 /* ---- Scales ---------------------------------------------------------------------------------- */
@@ -11,6 +13,19 @@ static void clamp_hidden(float *scales, int num_columns, int num_tokens) {
   for (int c = 0; c < num_columns; c++, scales += SCALES)
     for (int t = 0; t < num_tokens; t++)
       if (scales[t] > 0x1p61f) scales[t] = 0x1p61f;
+}
+
+/* Columns of a tile's scales, `at` bytes from where those of a token start: `n` side by side. */
+static void take_columns(const kvedge_attention *a, const token_tile *tile, int s, ptrdiff_t at, int n, float *out) {
+  const kvedge_view_side *side = &a->view.side[s];
+  for (int b = 0, blocks; b < tile->num_blocks[s]; b += blocks) {
+    const int first = b * KVEDGE_BLOCK;
+    int tokens = tile->num_tokens - first;
+    blocks = tile->in_order ? tile->num_blocks[s] : 1;
+    if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
+    a->kernels->rows->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride,
+                                       tokens, n, a->factor[s], out + first, SCALES);
+  }
 }
 
 /* Scales of one head's keys, or of its values, in a tile: of `count` groups from one on, column by column. */
@@ -27,14 +42,7 @@ static const float *tile_scales(const kvedge_attention *a, const token_tile *til
     const int head = (column + c) / num_groups;
     const ptrdiff_t at = head * side->scale_head_stride + (column + c) % num_groups * side->scale_group_stride;
     n = count - c < together ? count - c : together;
-    for (int b = 0, blocks; b < tile->num_blocks[s]; b += blocks) {
-      const int first = b * KVEDGE_BLOCK;
-      int tokens = tile->num_tokens - first;
-      blocks = tile->in_order ? tile->num_blocks[s] : 1;
-      if (tokens > blocks * KVEDGE_BLOCK) tokens = blocks * KVEDGE_BLOCK;
-      a->kernels->rows->transpose_scales(tile->scales[s][b] + at, side->shape.scale_type, side->scale_token_stride,
-                                         tokens, n, a->factor[s], columns->scale[c] + first, SCALES);
-    }
+    take_columns(a, tile, s, at, n, columns->scale[c]);
   }
   for (int t = tile->num_tokens; t % KVEDGE_BLOCK; t++)
     for (int c = 0; c < count; c++) columns->scale[c][t] = 0.0f;
@@ -59,6 +67,7 @@ static kvedge_tile rows_of_groups(const kvedge_attention *a, const head_tile *h,
                       .dim = left < all ? left : all,
                       .factor = a->factor[s],
                       .bits = side->format->bits,
+                      .codes = side->format->codes,
                       .first = h->tile->first[s]};
   if (h->prefetches) rows.next = (kvedge_prefetch){h->next[s], KVEDGE_BLOCK * start_bytes, h->next_in_order};
   if (side->shape.num_groups) {
@@ -93,16 +102,59 @@ static kvedge_tile decode_block(const kvedge_attention *a, const head_tile *h, i
                        .factor = a->factor[s]};
 }
 
+/* ---- Minima of blocks ------------------------------------------------------------------------- */
+
+/* What is added to all elements of a head's g-th block, token by token of a tile; 0 to the end of the last block. */
+static void take_mins(const kvedge_attention *a, const head_tile *h, int s, int g, float mins[KVEDGE_TILE]) {
+  const kvedge_view_side *side = &a->view.side[s];
+  const ptrdiff_t of_block = h->kv_head * side->scale_head_stride + g * side->scale_group_stride;
+  take_columns(a, h->tile, s, of_block + side->format->codes->mins_at, 1, mins);
+  for (int t = h->tile->num_tokens; t % KVEDGE_BLOCK; t++) mins[t] = 0.0f;
+}
+
+static int has_mins(const kvedge_attention *a, int s) {
+  const kvedge_block_codes *codes = a->view.side[s].format->codes;
+  return codes && codes->mins_at;
+}
+
+/* Adds to scores what they are of a block's minimum: times the sum of the query's channels. */
+static void add_mins_to_scores(const kvedge_attention *a, const head_tile *h, float *scores) {
+  float mins[KVEDGE_TILE];
+  for (int g = 0; g < a->num_groups; g++) {
+    take_mins(a, h, KEYS, g, mins);
+    for (int i = 0; i < h->count; i++) {
+      const float sum = h->queries->sums[(kvedge_index_of(a, h) + (size_t)i) * (size_t)a->num_groups + (size_t)g];
+      for (int t = 0; t < h->tile->num_tokens; t++) scores[i * KVEDGE_TILE + t] += sum * mins[t];
+    }
+  }
+}
+
+/* And to weighted sums: all channels of a block get the same. */
+static void add_mins_to_sums(const kvedge_attention *a, const head_tile *h, const float *p, float *acc) {
+  enum { LANES = KVEDGE_BLOCK };
+  float mins[KVEDGE_TILE];
+  for (int g = 0; g < a->view.side[VALUES].shape.num_groups; g++) {
+    take_mins(a, h, VALUES, g, mins);
+    for (int i = 0; i < h->count; i++) {
+      float lane[LANES] = {0}, sum = 0.0f, *of_block = acc + i * a->acc_stride + g * KVEDGE_GROUP;
+      for (int t = 0; t < h->tile->num_tokens; t += LANES) /* probabilities are 0 to the end of the last block */
+        for (int j = 0; j < LANES; j++) lane[j] += p[i * KVEDGE_TILE + t + j] * mins[t + j];
+      for (int j = 0; j < LANES; j++) sum += lane[j];
+      for (int d = 0; d < KVEDGE_GROUP; d++) of_block[d] += sum;
+    }
+  }
+}
+
 /* ---- Scores ---------------------------------------------------------------------------------- */
 
-/* The larger of `largest` and x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
+/* The larger of `largest` and the magnitudes of x[start..stop-1]; in lanes, so that maxima need not wait for each other. */
 static float largest_of(const float *x, int start, int stop, float largest) {
   enum { LANES = 8 };
   float lane[LANES] = {0};
   int t = start;
   for (; t + LANES <= stop; t += LANES)
-    for (int j = 0; j < LANES; j++) lane[j] = x[t + j] > lane[j] ? x[t + j] : lane[j];
-  for (; t < stop; t++) largest = x[t] > largest ? x[t] : largest;
+    for (int j = 0; j < LANES; j++) lane[j] = fabsf(x[t + j]) > lane[j] ? fabsf(x[t + j]) : lane[j];
+  for (; t < stop; t++) largest = fabsf(x[t]) > largest ? fabsf(x[t]) : largest;
   for (int j = 0; j < LANES; j++) largest = lane[j] > largest ? lane[j] : largest;
   return largest;
 }
@@ -131,8 +183,12 @@ static float largest_scale_seen(const kvedge_attention *a, const head_tile *h, i
 static void choose_planes(const kvedge_attention *a, const head_tile *h, const kvedge_tile *keys, int num_groups,
                           int *planes) {
   const float *error = h->queries->error + kvedge_index_of(a, h);
+  const kvedge_block_codes *codes = a->view.side[KEYS].format->codes;
+  /* Of what an error is with int8's, by the largest level. */
+  const int largest_level = !codes ? 127 : codes->levels[0] < 0 ? -codes->levels[0] : codes->levels[15] + codes->fifth;
+  const float share = (float)largest_level / 127.0f;
   int plain = 1; /* do two suffice even with the largest scale of the layer? */
-  float bound = a->view.side[KEYS].bound * a->factor[KEYS];
+  float bound = a->view.side[KEYS].bound * a->factor[KEYS] * share;
   for (int j = 0; j < h->count; j++) plain &= error[j] * bound <= KVEDGE_LOGIT_ERROR;
   if (a->planes[KEYS] || plain) {
     for (int j = 0; j < h->count; j++) planes[j] = a->planes[KEYS] ? a->planes[KEYS] : 2;
@@ -152,7 +208,7 @@ static void choose_planes(const kvedge_attention *a, const head_tile *h, const k
           largest = of_group > largest ? of_group : largest;
         }
       }
-      most = error[j] * largest > most ? error[j] * largest : most;
+      most = error[j] * largest * share > most ? error[j] * largest * share : most;
     }
     for (int j = i; j < next; j++) planes[j] = most > KVEDGE_LOGIT_ERROR ? 3 : 2;
   }
@@ -212,6 +268,7 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
       keys.next.blocks = NULL;
     }
   }
+  if (has_mins(a, KEYS)) add_mins_to_scores(a, h, scores);
 }
 
 /* ---- Weighted sums --------------------------------------------------------------------------- */
@@ -266,6 +323,8 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
     if (together > 1) a->cells[VALUES]->weighted_sum_of_groups(&p, &values, &to);
     else a->cells[VALUES]->weighted_sum(&p, &values, &to);
   }
+  if (has_mins(a, VALUES))
+    add_mins_to_sums(a, h, probabilities, partial->acc + kvedge_index_of(a, h) * (size_t)a->acc_stride);
 }
 
 /* ---- A head batch ----------------------------------------------------------------------------

@@ -12,6 +12,12 @@ static double dot(const float *a, const float *b, int n) {
   return sum;
 }
 
+static float sum_of(const float *x, int n, float factor) {
+  double sum = 0.0;
+  for (int d = 0; d < n; d++) sum += (double)x[d] * factor;
+  return (float)sum;
+}
+
 static float largest_magnitude(const kvedge_attention *a, const float *x, int n) {
   return kvedge_float_of_bits(a->kernels->rows->abs_max_bits(x, (size_t)n));
 }
@@ -24,6 +30,7 @@ static void fill(const kvedge_attention *a, const kvedge_queries *to, const floa
   size_t at = index * (size_t)a->num_groups;
   for (int start = 0; start < dim; start += a->group_size, at++) {
     int n = dim - start < a->group_size ? dim - start : a->group_size;
+    if (to->sums) to->sums[at] = sum_of(x + start, n, factor);
     if (to->quantized) {
       const int one_scale = a->num_groups == 1 || a->takes_groups[KEYS];
       float of_group = one_scale ? largest : largest_magnitude(a, x + start, n);
@@ -130,6 +137,8 @@ static size_t lay_out(const kvedge_attention *a, char *base, kvedge_queries *q) 
   } else {
     q->values = kvedge_take(base, &used, channels * sizeof *q->values);
   }
+  const kvedge_block_codes *codes = a->view.side[KEYS].format->codes;
+  if (codes && codes->mins_at) q->sums = kvedge_take(base, &used, groups * sizeof *q->sums);
   q->log2_scale = kvedge_take(base, &used, queries * sizeof *q->log2_scale);
   q->logit_factor = kvedge_take(base, &used, queries * sizeof *q->logit_factor);
   q->logit_bias = kvedge_take(base, &used, queries * sizeof *q->logit_bias);

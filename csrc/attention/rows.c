@@ -13,7 +13,10 @@ static int format_of_rows(const kvedge_rows *rows, kvedge_view_side *side, int *
       side->bound = rows->bound > 0.0f ? rows->bound : 1.0f;
       *unknown |= !(rows->bound > 0.0f);
       break;
-    default: return 0;
+    default:
+      side->bound = 65504.0f;
+      side->format = kvedge_format_of_blocks(rows->format);
+      return side->format != NULL;
   }
   side->format = kvedge_format_of(rows->format);
   return 1;

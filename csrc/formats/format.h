@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "kvedge.h"
+#include "kernels/kernels.h"
 #include "system/arithmetic.h"
 
 enum {
@@ -35,8 +36,9 @@ typedef struct {
   int row_tokens;        /* tokens of a stored row: 1, or KVEDGE_RUN, a run, which are encoded together */
   int group_channels; /* of formats that keep scales within rows, with has_scales 0: channels of a group, which dim */
   int group_bytes;    /* is a multiple of; bytes of a group: its scale, a half, and from codes_at on codes as those */
-  int codes_at;       /* of int8. In other formats these are 0. */
-  int product_bits;   /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
+  int codes_at;       /* of int8, or `codes`. In other formats these are 0. */
+  const kvedge_block_codes *codes;
+  int product_bits; /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
                           * of products of 8 bits (docs/numerics.md), else 0 */
 
   /* The bound of a row whose largest magnitude is `largest`: at least its largest scale, or without scales its largest
@@ -110,6 +112,9 @@ extern const float *const kvedge_grid_levels[9];
 /* NULL: there is no such format. Of keys, where values have another one of that name. */
 const kvedge_format_info *kvedge_format_of(kvedge_format format);
 const kvedge_format_info *kvedge_value_format_of(kvedge_format format);
+
+/* Of rows in memory of others alone: ggml's 4 and 5 bits. NULL: there is no such format. */
+const kvedge_format_info *kvedge_format_of_blocks(kvedge_format format);
 
 /* The format of a layer's keys, or of its values; NULL: there is no such format. */
 static inline const kvedge_format_info *kvedge_side_format(const kvedge_layer_config *config, int values) {

@@ -44,16 +44,9 @@ static inline uint16_t kvedge_bfloat_of_float(float x) {
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* A non-negative half: a scale. */
-static inline float kvedge_half_to_float(uint16_t half) {
-  uint32_t exponent = (half >> 10) & 0x1f, mantissa = half & 0x3ff;
-  if (exponent == 0) return (float)mantissa * 0x1p-24f;
-  return kvedge_float_of_bits((exponent + 112) << 23 | mantissa << 13);
-}
-
 /* Scale number `index` of a layer's. */
 static inline float kvedge_load_scale(const void *scales, kvedge_scale_type type, ptrdiff_t index) {
-  return type == KVEDGE_SCALE_FLOAT16 ? kvedge_half_to_float(((const uint16_t *)scales)[index])
+  return type == KVEDGE_SCALE_FLOAT16 ? kvedge_float_of_half(((const uint16_t *)scales)[index])
                                       : ((const float *)scales)[index];
 }
 

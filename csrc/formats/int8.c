@@ -24,7 +24,7 @@ static void encode_group(kvedge_scale_type scale_type, const float *x, int n, in
   if (scale_type == KVEDGE_SCALE_FLOAT16) {
     uint16_t half = kvedge_float_to_half_up(scale);
     ((uint16_t *)scales)[group] = half;
-    scale = kvedge_half_to_float(half);
+    scale = kvedge_float_of_half(half);
     inverse = 1.0f / scale;
   } else {
     ((float *)scales)[group] = scale;

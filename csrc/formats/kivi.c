@@ -25,7 +25,7 @@
 static uint16_t half_down(float x) {
   if (x < 0.0f) return (uint16_t)(0x8000u | kvedge_float_to_half_up(-x));
   const uint16_t half = kvedge_half_of_float(x);
-  return kvedge_half_to_float(half) > x ? (uint16_t)(half - 1) : half;
+  return kvedge_float_of_half(half) > x ? (uint16_t)(half - 1) : half;
 }
 
 typedef struct {
@@ -37,7 +37,7 @@ static levels choose_levels(float smallest, float largest, float most, uint16_t 
   *low = half_down(smallest + 0.0f); /* never -0 */
   const float base = kvedge_float_of_half(*low), range = largest - base;
   *step = kvedge_float_to_half_up(range / most);
-  const float size = kvedge_half_to_float(*step);
+  const float size = kvedge_float_of_half(*step);
   return (levels){base, size > 0.0f ? 1.0f / size : 0.0f};
 }
 
@@ -171,7 +171,7 @@ static float bound_of_run(const kvedge_row_shape *shape, int bits, int of_values
     const run_arrays p = arrays_of((const char *)codes + (size_t)i * bytes, shape->dim, bits, of_values);
     for (size_t j = 0; j < n; j++) {
       const float low = kvedge_float_of_half(p.lows[j]);
-      const float high = low + (float)((1 << bits) - 1) * kvedge_half_to_float(p.steps[j]);
+      const float high = low + (float)((1 << bits) - 1) * kvedge_float_of_half(p.steps[j]);
       largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
     }
   }

@@ -15,7 +15,7 @@ enum { CHANNELS = 32, CODES_AT = 2, GROUP_BYTES = CODES_AT + CHANNELS };
 static float bound_of_q8_0(const kvedge_row_shape *shape, float largest) {
   (void)shape;
   const float scale = largest / 127.0f;
-  return scale >= KVEDGE_HALF_OVERFLOW ? INFINITY : kvedge_half_to_float(kvedge_half_of_float(scale));
+  return scale >= KVEDGE_HALF_OVERFLOW ? INFINITY : kvedge_float_of_half(kvedge_half_of_float(scale));
 }
 
 static void encode_group(const float *x, char *group) {
@@ -42,7 +42,7 @@ static void encode_q8_0(const kvedge_row_shape *shape, const float *x, int64_t n
 static float scale_of(const char *group) {
   uint16_t scale;
   memcpy(&scale, group, sizeof scale); /* rows of a foreign cache may lie at any address */
-  return kvedge_half_to_float(scale);
+  return kvedge_float_of_half(scale);
 }
 
 static void decode_q8_0(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows,

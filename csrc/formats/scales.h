@@ -26,7 +26,7 @@ static inline double kvedge_sum_by_halves(double *x, int n) {
 /* At least a scale as it is stored; INFINITY: its type cannot hold it. */
 static inline float kvedge_stored_scale_bound(const kvedge_row_shape *shape, float scale) {
   if (shape->scale_type == KVEDGE_SCALE_FLOAT32) return scale;
-  return scale > KVEDGE_HALF_MAX ? INFINITY : kvedge_half_to_float(kvedge_float_to_half_up(scale));
+  return scale > KVEDGE_HALF_MAX ? INFINITY : kvedge_float_of_half(kvedge_float_to_half_up(scale));
 }
 
 /* The bound of stored rows: their largest scale. */
@@ -47,7 +47,7 @@ static inline int kvedge_scales_are_valid(const kvedge_row_shape *shape, const v
   if (shape->scale_type == KVEDGE_SCALE_FLOAT16) {
     for (int64_t i = 0; i < n; i++)
       largest = ((const uint16_t *)scales)[i] > largest ? ((const uint16_t *)scales)[i] : largest;
-    return largest < 0x7c00u && kvedge_half_to_float((uint16_t)largest) <= limit;
+    return largest < 0x7c00u && kvedge_float_of_half((uint16_t)largest) <= limit;
   }
   for (int64_t i = 0; i < n; i++) {
     const uint32_t bits = kvedge_bits_of_float(((const float *)scales)[i]);

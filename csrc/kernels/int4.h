@@ -6,19 +6,6 @@
  */
 #include "formats/int4_levels.h"
 
-enum { WIDE_BYTES = 16 << 10, WIDE_PAD = 64 }; /* of rows that are wide at a time */
-
-typedef struct {
-  _Alignas(64) int8_t rows[WIDE_BYTES + WIDE_PAD];
-  const char *blocks[KVEDGE_TILE_BLOCKS];
-} wide_rows;
-
-/* Tokens of `width` channels that are widened at a time. */
-static inline int wide_step(int width) {
-  const int step = WIDE_BYTES / width / KVEDGE_BLOCK * KVEDGE_BLOCK;
-  return step < KVEDGE_TILE ? step : KVEDGE_TILE;
-}
-
 /* Tokens first..first+num_tokens-1 of a tile, whose rows have `width` channels, as a tile of int8. What is to be
  * prefetched with them is, a row's share with each row. */
 static inline kvedge_tile widen(const kvedge_tile *from, int first, int num_tokens, int width, wide_rows *room) {

@@ -99,6 +99,19 @@ static inline kvedge_query kvedge_query_group(const kvedge_query *q, int g) {
   return one;
 }
 
+/* How rows in blocks of ggml's hold elements, KVEDGE_GROUP a block: a scale, which is a half and may be negative, and codes of
+ * 4 bits, in byte j those of elements j and j + 16. Where `fifth` is not 0 the four bytes before have a fifth bit of each,
+ * element j's bit j. An element is the level of its code times the scale, and where mins_at is not 0 plus the block's minimum. */
+typedef struct {
+  int8_t codes_at;   /* bytes from a block's scale to its codes */
+  int8_t mins_at;    /* and to its minimum, a half, which cells do not look at */
+  int8_t fifth;      /* what the fifth bit adds to a level; 0: there is none */
+  int8_t levels[16]; /* by code */
+} kvedge_block_codes;
+
+/* Is a level the one before it plus 1? */
+static inline int kvedge_levels_follow(const kvedge_block_codes *of) { return of->levels[15] - of->levels[0] == 15; }
+
 /* A tile: the rows of up to KVEDGE_TILE tokens, of one group of channels of one KV head, or of several groups of
  * KVEDGE_GROUP channels (head batch: of KVEDGE_HEADS heads side by side), as a table of blocks of KVEDGE_BLOCK tokens,
  * wherever these lie. */
@@ -114,7 +127,8 @@ typedef struct {
   ptrdiff_t scale_stride;    /* from the scales of a group to those of the next; of a head (head batch) */
   float factor;              /* what rows without scales are multiplied by: a power of two, at most 1 for values */
   int bits;                  /* of a code */
-  int first;                 /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
+  const kvedge_block_codes *codes; /* of rows in blocks of ggml's, whose scales may be negative */
+  int first; /* of runs, of a head's keys or values (formats/kivi.h): `blocks` are those that hold the
                               * tile's tokens, and `next` has one for each; where in the first run the tile
                               * begins. first + num_tokens is at most KVEDGE_TILE */
   kvedge_prefetch next;
@@ -289,6 +303,7 @@ typedef struct kvedge_kernels {
   kvedge_cell cells[KVEDGE_NUM_FORMATS]; /* by kvedge_format */
   kvedge_cell grids;                     /* of grids, by the bits of a tile: queries are floats; empty as in cells */
   kvedge_cell runs;                      /* of kivi2, kivi4 and kivi8: queries are floats, tiles tables of runs */
+  kvedge_cell blocks;                    /* of ggml's blocks: scores and weighted sums are those of all groups */
 
   const kvedge_row_kernels *rows;
   const kvedge_logit_kernels *logits;

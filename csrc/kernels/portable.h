@@ -117,6 +117,21 @@ static inline void transpose_scales_portable(const void *scales, kvedge_scale_ty
     for (int c = 0; c < num_columns; c++) out[c * out_stride + t] = kvedge_load_scale(scales, type, c) * factor;
 }
 
+/* ---- Rows that are widened for the kernels of int8 ---- */
+
+enum { WIDE_BYTES = 16 << 10, WIDE_PAD = 64 }; /* of rows that are wide at a time */
+
+typedef struct {
+  _Alignas(64) int8_t rows[WIDE_BYTES + WIDE_PAD];
+  const char *blocks[KVEDGE_TILE_BLOCKS];
+} wide_rows;
+
+/* Tokens of `width` channels that are widened at a time. */
+static inline int wide_step(int width) {
+  const int step = WIDE_BYTES / width / KVEDGE_BLOCK * KVEDGE_BLOCK;
+  return step < KVEDGE_TILE ? step : KVEDGE_TILE;
+}
+
 /* ---- Rows of floats: float32, float16, bfloat16 ----
  *
  * Of the 16-bit formats a row is converted as a whole, which compilers make vector code of, and then multiplied as

@@ -11,7 +11,6 @@ const char *name_of_reason(reason why) {
                                                  "too few cells to gain",
                                                  "a type of keys or values that is not known",
                                                  "strides or widths that are not known",
-                                                 "keys or values to decode for few query rows",
                                                  "the backend was computing another graph",
                                                  "fell back to ggml's kernel",
                                                  "graphs without an attention node: flash attention is off, and "

@@ -300,10 +300,7 @@ void find_exact(hooked_backend *s, const tensor *node, int64_t stream) {
   if (places[0].data && places[1].data && first_cell_of(&places[1], node->src[2], stream) != first) return;
   for (int i = 0; i < 2; i++) {
     s->exact_sides[i] = s->sides[i].rows;
-    if (!places[i].data) {
-      if (s->sides[i].decode) return;
-      continue;
-    }
+    if (!places[i].data) continue;
     s->exact_sides[i].format = KVEDGE_FLOAT16;
     s->exact_sides[i].token_stride = (ptrdiff_t)places[i].elements * (ptrdiff_t)sizeof(uint16_t);
     s->exact_sides[i].head_stride = places[i].of_head;

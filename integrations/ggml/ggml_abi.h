@@ -11,7 +11,19 @@
 #include <stdint.h>
 
 /* Numbers of types are those of GGUF files; their names and blocks are checked as well. */
-enum { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q8_0 = 8, TYPE_I32 = 26, TYPE_I64 = 27, TYPE_BF16 = 30 };
+enum {
+  TYPE_F32 = 0,
+  TYPE_F16 = 1,
+  TYPE_Q4_0 = 2,
+  TYPE_Q4_1 = 3,
+  TYPE_Q5_0 = 6,
+  TYPE_Q5_1 = 7,
+  TYPE_Q8_0 = 8,
+  TYPE_IQ4_NL = 20,
+  TYPE_I32 = 26,
+  TYPE_I64 = 27,
+  TYPE_BF16 = 30
+};
 enum { STATUS_SUCCESS = 0 };
 enum { DEVICE_TYPE_CPU = 0, DEVICE_TYPE_ACCEL = 3 }; /* ACCEL: 2 with version 1 of the API, which has no IGPU */
 enum { OLDEST_API = 1, NEWEST_API = 2 };             /* of ggml_backend_reg.api_version: what has been tried */
@@ -90,13 +102,11 @@ struct reg {
   void *context;
 };
 
-typedef void (*to_float)(const void *row, float *to, int64_t num);
 typedef struct {
   const char *name;
   int64_t block_elements, interleaved;
   size_t block_bytes;
   bool is_quantized;
-  to_float to_float;
   /* more */
 } type_traits;
 

@@ -43,9 +43,8 @@ static void free_hooked(backend *b) {
   void (*own)(backend *) = s->free;
   if (s->helper) s->of->f.ggml_backend_free(s->helper);
   for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) forget_masks(&s->masks[i]);
-  free(s->sides[0].room), free(s->sides[1].room), free(s->jobs), free(s->memory), free(s->calls), free(s->caches),
-      free(s->options), free(s->segments), free(s->slopes), free(s->tokens), free(s->places), free(s->is_stored),
-      free(s->bias), free(s->runs);
+  free(s->jobs), free(s->memory), free(s->calls), free(s->caches), free(s->options), free(s->segments), free(s->slopes),
+      free(s->tokens), free(s->places), free(s->is_stored), free(s->bias), free(s->runs);
   forget_exact(s);
   free(s);
   own(b);
@@ -284,11 +283,6 @@ static int check_tensors(host *h, const tiny *t, const void *userdata, char *why
                traits->block_bytes == of->block_bytes && traits->is_quantized == (of->block_elements > 1),
            "its types are laid out in another way");
   }
-  const uint16_t halves[] = {0x3c00, 0xc500}; /* 1, -5 */
-  float decoded[2] = {0.0f, 0.0f};
-  const to_float decode = f->ggml_get_type_traits(TYPE_F16)->to_float;
-  if (decode) decode(halves, decoded, 2);
-  EXPECT(decoded[0] == 1.0f && decoded[1] == -5.0f, "its types are laid out in another way");
   if (h->cpu_traits && !encodes_as_known(h)) h->encode_float16 = NULL; /* no exact rows then */
   EXPECT(f->ggml_graph_n_nodes(t->g) == 1 && f->ggml_graph_node(t->g, 0) == t->out, "its graphs are other ones");
   return 1;

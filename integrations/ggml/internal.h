@@ -23,14 +23,13 @@
 /* Why a node was left to ggml, or a whole graph. */
 typedef enum {
   TAKEN,
-  LEFT_SMALL,    /* too few cells to gain */
-  LEFT_TYPE,     /* keys or values are of a type that neither kvedge reads nor ggml decodes */
-  LEFT_SHAPE,    /* strides, broadcasts or widths that it does not know */
-  LEFT_DECODING, /* keys or values would have to be decoded, for few query rows */
-  LEFT_BUSY,     /* the backend is computing another graph at the same time */
-  FELL_BACK,     /* kvedge refused it, or gave what is not finite: ggml's kernel computed it */
-  LEFT_NO_NODE,  /* a graph: its attention is products and a softmax, no node */
-  LEFT_OLDER,    /* a graph: its backend was made before ggml was taken over */
+  LEFT_SMALL,   /* too few cells to gain */
+  LEFT_TYPE,    /* keys or values are of a type that kvedge does not read */
+  LEFT_SHAPE,   /* strides, broadcasts or widths that it does not know */
+  LEFT_BUSY,    /* the backend is computing another graph at the same time */
+  FELL_BACK,    /* kvedge refused it, or gave what is not finite: ggml's kernel computed it */
+  LEFT_NO_NODE, /* a graph: its attention is products and a softmax, no node */
+  LEFT_OLDER,   /* a graph: its backend was made before ggml was taken over */
   NUM_REASONS
 } reason;
 
@@ -107,19 +106,14 @@ typedef struct {
   struct hooked_backend *of;
   tensor *node;
   int32_t params[PARAM_BYTES / 4]; /* its own, whose place the custom node's have taken */
-  atomic_int is_planned, next_part, num_decoded, next_slice, num_done;
+  atomic_int is_planned, next_slice, num_done;
 } node_job;
 
-/* Keys or values of the node that runs: where they lie, or decoded into `room`, a part after the other. */
+/* Keys or values of the node that runs. */
 typedef struct {
   kvedge_rows rows;
   const char *data;
   ptrdiff_t stream_stride;
-  const tensor *from;
-  to_float decode; /* or NULL */
-  int parts_per_stream, num_parts;
-  void *room; /* (streams, cells, KV heads, dim) */
-  size_t room_bytes;
 } side;
 
 /* Rows that a node has written into a quantized cache, in float16. */
@@ -273,7 +267,7 @@ typedef struct {
   int block_elements;
   size_t block_bytes;
 } row_type;
-enum { NUM_ROW_TYPES = 4 };
+enum { NUM_ROW_TYPES = 9 };
 extern const row_type row_types[NUM_ROW_TYPES];
 
 reason serves(const host *h, const tensor *node, int takes_all);

@@ -9,12 +9,7 @@
 #include "internal.h"
 
 enum { QUERY, KEYS, VALUES, MASK, SINKS };
-enum {
-  MOST_DIM = 1024,
-  /* Decoding takes about as long as ggml's kernel for so many query rows of a KV head, which decodes values for each. */
-  LEAST_ROWS_TO_DECODE = 3,
-  CELLS_PER_PART = 64, /* that a thread decodes at a time */
-};
+enum { MOST_DIM = 1024 };
 
 /* Below so many cells ggml's kernels take no longer. With vectors kvedge was faster from the first visible cell on (9 to 32
  * heads of 64 and 128, one row, AVX2 and AVX-512: 1.4 to 4 times); llama.cpp's caches show 256 cells at least. */
@@ -23,22 +18,22 @@ static int64_t least_cells(void) { return strcmp(kvedge_isa_name(), "scalar") ==
 /* ---- Which nodes ----------------------------------------------------------------------------- */
 
 const row_type row_types[NUM_ROW_TYPES] = {
-    {TYPE_F32,  "f32",  KVEDGE_FLOAT32,  1,  4 },
-    {TYPE_F16,  "f16",  KVEDGE_FLOAT16,  1,  2 },
-    {TYPE_BF16, "bf16", KVEDGE_BFLOAT16, 1,  2 },
-    {TYPE_Q8_0, "q8_0", KVEDGE_Q8_0,     32, 34}
+    {TYPE_F32,    "f32",    KVEDGE_FLOAT32,  1,  4 },
+    {TYPE_F16,    "f16",    KVEDGE_FLOAT16,  1,  2 },
+    {TYPE_BF16,   "bf16",   KVEDGE_BFLOAT16, 1,  2 },
+    {TYPE_Q8_0,   "q8_0",   KVEDGE_Q8_0,     32, 34},
+    {TYPE_Q4_0,   "q4_0",   KVEDGE_Q4_0,     32, 18},
+    {TYPE_Q4_1,   "q4_1",   KVEDGE_Q4_1,     32, 20},
+    {TYPE_Q5_0,   "q5_0",   KVEDGE_Q5_0,     32, 22},
+    {TYPE_Q5_1,   "q5_1",   KVEDGE_Q5_1,     32, 24},
+    {TYPE_IQ4_NL, "iq4_nl", KVEDGE_IQ4_NL,   32, 18}
 };
 
-/* The type of a side's rows; NULL: kvedge does not read it in place. */
+/* The type of a side's rows; NULL: one that kvedge does not read. */
 static const row_type *row_type_of(const tensor *t) {
   for (int i = 0; i < NUM_ROW_TYPES; i++)
     if (row_types[i].type == t->type) return &row_types[i];
   return NULL;
-}
-
-/* Rows of any other type that ggml decodes are decoded for the node; NULL: it does not decode them. */
-static to_float decoder_of(const host *h, const tensor *t) {
-  return row_type_of(t) ? NULL : h->f.ggml_get_type_traits(t->type)->to_float;
 }
 
 /* Are the elements of each row side by side, in whole blocks? */
@@ -61,12 +56,8 @@ reason serves(const host *h, const tensor *node, int takes_all) {
   for (int i = SINKS + 1; i < MAX_SOURCES; i++)
     if (node->src[i]) return LEFT_SHAPE;
   const tensor *sides[] = {k, v};
-  int is_decoded = 0;
-  for (int i = 0; i < 2; i++) {
-    if (row_type_of(sides[i])) continue;
-    if (!decoder_of(h, sides[i])) return LEFT_TYPE;
-    is_decoded = 1;
-  }
+  for (int i = 0; i < 2; i++)
+    if (!row_type_of(sides[i])) return LEFT_TYPE;
   if (node->type != TYPE_F32 || q->type != TYPE_F32) return LEFT_TYPE;
   if (q->nb[0] != 4 || node->nb[0] != 4 || k->ne[0] > MOST_DIM || v->ne[0] > MOST_DIM) return LEFT_SHAPE;
   for (int i = 1; i < 4; i++)
@@ -82,7 +73,6 @@ reason serves(const host *h, const tensor *node, int takes_all) {
   }
   if (sinks && (sinks->type != TYPE_F32 || sinks->nb[0] != 4 || sinks->ne[0] != q->ne[2])) return LEFT_SHAPE;
   if (takes_all) return TAKEN;
-  if (is_decoded && q->ne[1] * (q->ne[2] / k->ne[2]) < LEAST_ROWS_TO_DECODE) return LEFT_DECODING;
   return k->ne[1] < least_cells() ? LEFT_SMALL : TAKEN;
 }
 
@@ -120,44 +110,16 @@ static void clear_rows(tensor *node, int64_t stream, const row_group *g) {
              0, (size_t)node->ne[0] * sizeof(float));
 }
 
-/* A side of a node as kvedge has it; one that is decoded gets room for it. 0: there is no memory. */
-static int make_side(hooked_backend *s, const tensor *t, side *of) {
-  const row_type *type = row_type_of(t);
-  *of = (side){
-      .rows = {.dim = (int)t->ne[0], .token_stride = (ptrdiff_t)t->nb[1], .head_stride = (ptrdiff_t)t->nb[2]},
+/* A side of a node as kvedge has it. */
+static side side_of(const tensor *t) {
+  return (side){
+      .rows = {.format = row_type_of(t)->format,
+               .dim = (int)t->ne[0],
+               .token_stride = (ptrdiff_t)t->nb[1],
+               .head_stride = (ptrdiff_t)t->nb[2]},
       .data = t->data,
-      .stream_stride = (ptrdiff_t)t->nb[3],
-      .room = of->room,
-      .room_bytes = of->room_bytes,
-      .from = t
+      .stream_stride = (ptrdiff_t)t->nb[3]
   };
-  if (type) {
-    of->rows.format = type->format;
-    return 1;
-  }
-  of->decode = decoder_of(s->of, t);
-  of->rows.format = KVEDGE_FLOAT32;
-  of->rows.head_stride = (ptrdiff_t)t->ne[0] * (ptrdiff_t)sizeof(float);
-  of->rows.token_stride = of->rows.head_stride * t->ne[2];
-  of->stream_stride = of->rows.token_stride * t->ne[1];
-  if (!reserve(&of->room, &of->room_bytes, (size_t)(of->stream_stride * t->ne[3]))) return 0;
-  of->data = of->room;
-  of->parts_per_stream = (int)((t->ne[1] + CELLS_PER_PART - 1) / CELLS_PER_PART);
-  of->num_parts = of->parts_per_stream * (int)t->ne[3];
-  return 1;
-}
-
-/* Decodes a part of a side: some cells of a stream, of all KV heads. */
-static void decode_part(const side *of, int part) {
-  const tensor *t = of->from;
-  const int64_t stream = part / of->parts_per_stream, first = (int64_t)(part % of->parts_per_stream) * CELLS_PER_PART;
-  const int64_t stop = first + CELLS_PER_PART < t->ne[1] ? first + CELLS_PER_PART : t->ne[1];
-  const char *from = (const char *)t->data + stream * (int64_t)t->nb[3];
-  char *to = (char *)of->room + stream * of->stream_stride;
-  for (int64_t cell = first; cell < stop; cell++)
-    for (int64_t head = 0; head < t->ne[2]; head++)
-      of->decode(from + cell * (int64_t)t->nb[1] + head * (int64_t)t->nb[2],
-                 (float *)(to + cell * of->rows.token_stride + head * of->rows.head_stride), t->ne[0]);
 }
 
 /* ---- Exact rows beside stored ones ------------------------------------------------------------- */
@@ -423,8 +385,7 @@ static int make_calls(hooked_backend *s, tensor *node, const int32_t *params) {
 static int plan_node(hooked_backend *s, tensor *node, const int32_t *params, int num_threads) {
   s->slices = NULL;
   place_rows(s, node);
-  for (int i = 0; i < 2; i++)
-    if (!make_side(s, node->src[KEYS + i], &s->sides[i])) return 0;
+  for (int i = 0; i < 2; i++) s->sides[i] = side_of(node->src[KEYS + i]);
   const int num = make_calls(s, node, params);
   if (num <= 0) return num == 0;
   const size_t bytes = kvedge_slices_bytes(s->calls, num, num_threads);
@@ -481,17 +442,6 @@ static void compute_by_ggml(hooked_backend *s, node_job *j) {
   count(FELL_BACK, 1);
 }
 
-/* Decodes what is to be decoded, together with the other threads; all of it is there at the end. */
-static void decode_sides(const hooked_backend *s, node_job *j) {
-  const int of_keys = s->sides[0].num_parts, num = of_keys + s->sides[1].num_parts;
-  for (int part; num && (part = atomic_fetch_add_explicit(&j->next_part, 1, memory_order_relaxed)) < num;) {
-    if (part < of_keys) decode_part(&s->sides[0], part);
-    else decode_part(&s->sides[1], part - of_keys);
-    atomic_fetch_add_explicit(&j->num_decoded, 1, memory_order_release);
-  }
-  wait_for(&j->num_decoded, num);
-}
-
 enum { NOT_PLANNED, PLANNED, REFUSED };
 
 void run_node(tensor *dst, int ith, int nth, void *userdata) {
@@ -501,7 +451,6 @@ void run_node(tensor *dst, int ith, int nth, void *userdata) {
     atomic_store_explicit(&j->is_planned, plan_node(s, dst, j->params, nth) ? PLANNED : REFUSED, memory_order_release);
   else wait_for(&j->is_planned, PLANNED);
   if (s->slices) {
-    decode_sides(s, j);
     const int num = kvedge_slices_count(s->slices);
     int slice = atomic_fetch_add_explicit(&j->next_slice, 1, memory_order_relaxed);
     while (slice < num) { /* a thread knows its next one, which is prefetched */

@@ -23,8 +23,41 @@ static char *row_at(const side *s, int64_t cell, int head) {
   return (char *)s->memory.data + cell * s->rows.token_stride + head * s->rows.head_stride;
 }
 
+/* Bytes of ggml's 32 elements, of those types, and where codes of 4 bits start; 0: of another. */
+static int block_bytes(kvedge_format format) {
+  switch ((int)format) {
+    case KVEDGE_Q8_0: return 34;
+    case KVEDGE_Q4_0:
+    case KVEDGE_IQ4_NL: return 18;
+    case KVEDGE_Q4_1: return 20;
+    case KVEDGE_Q5_0: return 22;
+    case KVEDGE_Q5_1: return 24;
+    default: return 0;
+  }
+}
+
+/* Element d of a block of ggml's 4 or 5 bits. */
+static double element_of_block(kvedge_format format, const uint8_t *block, int d) {
+  static const int levels[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  uint16_t half[2];
+  memcpy(half, block, sizeof half);
+  const uint8_t *codes = block + block_bytes(format) - 16;
+  const int code = d < 16 ? codes[d] & 15 : codes[d - 16] >> 4;
+  const int fifth = block_bytes(format) >= 22 ? (codes - 4)[d / 8] >> d % 8 & 1 : 0;
+  const double scale = (double)kvedge_float_of_half(half[0]);
+  switch ((int)format) {
+    case KVEDGE_Q4_0: return scale * (code - 8);
+    case KVEDGE_Q4_1: return scale * code + (double)kvedge_float_of_half(half[1]);
+    case KVEDGE_Q5_0: return scale * (code + 16 * fifth - 16);
+    case KVEDGE_Q5_1: return scale * (code + 16 * fifth) + (double)kvedge_float_of_half(half[1]);
+    default: return scale * levels[code];
+  }
+}
+
 static double element(const side *s, int64_t cell, int head, int d) {
   const char *row = row_at(s, cell, head);
+  if (s->rows.format != KVEDGE_Q8_0 && block_bytes(s->rows.format))
+    return element_of_block(s->rows.format, (const uint8_t *)row + d / 32 * block_bytes(s->rows.format), d % 32);
   if (s->rows.format == KVEDGE_FLOAT32) return ((const float *)row)[d];
   if (s->rows.format == KVEDGE_Q8_0)
     return (double)kvedge_float_of_half(*(const uint16_t *)(row + d / 32 * 34)) * (int8_t)row[d / 32 * 34 + 2 + d % 32];
@@ -33,7 +66,7 @@ static double element(const side *s, int64_t cell, int head, int d) {
 }
 
 /* Formats whose rows end near 65504. */
-static int is_of_halves(const side *s) { return s->rows.format == KVEDGE_FLOAT16 || s->rows.format == KVEDGE_Q8_0; }
+static int is_of_halves(const side *s) { return s->rows.format == KVEDGE_FLOAT16 || block_bytes(s->rows.format); }
 
 static void fill_row(const side *s, int64_t cell, int head, float size) {
   if (s->rows.format == KVEDGE_Q8_0) {
@@ -42,6 +75,18 @@ static void fill_row(const side *s, int64_t cell, int head, float size) {
     float x[KVEDGE_MAX_HEAD_DIM];
     for (int d = 0; d < s->rows.dim; d++) x[d] = random_signed(size);
     format->encode(&shape, x, 1, row_at(s, cell, head), NULL);
+    return;
+  }
+  if (block_bytes(s->rows.format)) { /* any bytes are codes; scales of both signs, mostly usual ones, some tiny */
+    uint8_t *block = (uint8_t *)row_at(s, cell, head);
+    const int num_bytes = block_bytes(s->rows.format);
+    for (int d = 0; d < s->rows.dim; d += 32, block += num_bytes) {
+      const float least = size / (s->rows.format == KVEDGE_IQ4_NL ? 127.0f : num_bytes == 18 ? 8.0f : 32.0f);
+      const float scale = (random_below(2) ? least : -least) * (random_below(8) ? 1.0f : 1e-4f);
+      const uint16_t half[] = {kvedge_half_of_float(scale), kvedge_half_of_float(random_signed(size))};
+      for (int i = 2; i < num_bytes; i++) block[i] = (uint8_t)random_below(256);
+      memcpy(block, half, num_bytes == 20 || num_bytes == 24 ? 4 : 2);
+    }
     return;
   }
   for (int d = 0; d < s->rows.dim; d++) {
@@ -56,9 +101,11 @@ static side new_side(int cells, int heads, int dim) {
   side s = {.cells = cells, .heads = heads};
   s.rows.format = (kvedge_format)ONE_OF(KVEDGE_FLOAT32, KVEDGE_FLOAT16, KVEDGE_FLOAT16, KVEDGE_BFLOAT16);
   s.rows.dim = dim;
-  if (dim % 32 == 0 && random_below(3) == 0) s.rows.format = KVEDGE_Q8_0;
+  if (dim % 32 == 0 && random_below(2) == 0)
+    s.rows.format = (kvedge_format)ONE_OF(KVEDGE_Q8_0, KVEDGE_Q8_0, KVEDGE_Q4_0, KVEDGE_Q4_0, KVEDGE_Q4_1, KVEDGE_Q5_0,
+                                          KVEDGE_Q5_1, KVEDGE_IQ4_NL);
   const size_t bytes = s.rows.format == KVEDGE_FLOAT32 ? 4 : 2;
-  const size_t row = s.rows.format == KVEDGE_Q8_0 ? (size_t)dim / 32 * 34 : (size_t)dim * bytes;
+  const size_t block = (size_t)block_bytes(s.rows.format), row = block ? (size_t)dim / 32 * block : (size_t)dim * bytes;
   const size_t gap = bytes * (size_t)ONE_OF(0, 0, 1, 8);
   size_t inner = row + gap, outer;
   if (random_below(3)) { /* token-major */
@@ -314,8 +361,8 @@ static void check_joined(void) {
     kvedge_rows *rows[2] = {&caches[1].keys, &caches[1].values};
     for (int s = 0; s < 2; s++) {
       const int64_t gap = t.sides[s].rows.dim * (t.sides[s].rows.format == KVEDGE_FLOAT32 ? 4 : 2);
-      const int heads = caches[0].num_kv_heads, is_q8_0 = t.sides[s].rows.format == KVEDGE_Q8_0;
-      rows[s]->head_stride = is_q8_0 ? t.sides[s].rows.dim / 32 * 34 : gap;
+      const int heads = caches[0].num_kv_heads, block = block_bytes(t.sides[s].rows.format);
+      rows[s]->head_stride = block ? t.sides[s].rows.dim / 32 * block : gap;
       rows[s]->token_stride = rows[s]->head_stride * heads;
       copies[s] = new_block((size_t)(rows[s]->token_stride * last.num_tokens));
       for (int64_t token = first; token < t.len; token++)
@@ -411,7 +458,7 @@ static void check_refused(void) {
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.format = KVEDGE_INT8);
   REFUSES(KVEDGE_ERROR_ARGUMENT, (bad_rows.keys.format = KVEDGE_Q8_0, bad_rows.keys.dim = 40));
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.values.format = KVEDGE_KIVI4);
-  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.format = (kvedge_format)99);
+  REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.format = (kvedge_format)97);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.dim = 0);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.values.dim = 1025);
   REFUSES(KVEDGE_ERROR_ARGUMENT, bad_rows.keys.token_stride = 2);

@@ -42,6 +42,7 @@ KVEDGE_INLINE void multiply_add_fours(__m256i *sum, __m256i of_unsigned, __m256i
 #include "kernels/avx256/sum_bytes.h"
 #include "kernels/avx256/groups.h"
 #include "kernels/avx256/int4.h"
+#include "kernels/avx256/blocks.h"
 #include "kernels/avx256/kivi.h"
 #include "kernels/avx256/table.h"
 

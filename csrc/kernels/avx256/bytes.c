@@ -49,7 +49,8 @@ KVEDGE_INLINE void transpose_16(const key_block *k, int d, const int j) {
 void transpose_block_avx256(int bits, int as_levels, const kvedge_tile *keys, int first, int gap, char *to,
                             char *room) {
   const int row_bytes = (keys->dim * bits + 7) / 8, padded = (row_bytes + 15) / 16 * 16;
-  const int span = row_bytes + (row_bytes - 1) / KVEDGE_GROUP * gap, left = keys->num_tokens - first;
+  const int group_bytes = KVEDGE_GROUP * bits / 8, left = keys->num_tokens - first;
+  const int span = row_bytes + (row_bytes - 1) / group_bytes * gap;
   const kvedge_next_tile next = kvedge_next_of(keys, span);
   __m256i *columns = (void *)to;
   key_block block = {.rows = (const int8_t *)kvedge_tile_block(keys, first),
@@ -64,7 +65,7 @@ void transpose_block_avx256(int bits, int as_levels, const kvedge_tile *keys, in
     block.rows = (const int8_t *)room, block.stride = padded - row_bytes + span;
   }
   for (int d = 0; d < row_bytes; d += 16) {
-    if (d > 0 && d % KVEDGE_GROUP == 0) block.rows += gap;
+    if (d > 0 && d % group_bytes == 0) block.rows += gap;
 #pragma GCC unroll 1
     for (int j = 0; j < VECTORS; j++) transpose_16(&block, d, j);
   }

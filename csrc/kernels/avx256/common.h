@@ -53,9 +53,11 @@ KVEDGE_INLINE void transpose_in_lanes(const __m256i row[4], __m256i out[4]) {
   out[3] = _mm256_unpackhi_epi64(high_01, high_23);
 }
 
-/* Rounds x, small ones dithered: up or down as kvedge_dither has it. */
-KVEDGE_INLINE __m256i round_dithered(__m256 x, __m256 dither) {
-  const __m256 small = _mm256_cmp_ps(x, _mm256_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
+KVEDGE_INLINE __m256 magnitudes_of(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+
+/* Rounds x, small ones dithered: up or down as kvedge_dither has it. (is_signed: a constant where this is inlined.) */
+KVEDGE_INLINE __m256i round_dithered(const int is_signed, __m256 x, __m256 dither) {
+  const __m256 small = _mm256_cmp_ps(is_signed ? magnitudes_of(x) : x, _mm256_set1_ps(KVEDGE_DITHERED), _CMP_LT_OQ);
   return _mm256_cvtps_epi32(_mm256_add_ps(x, _mm256_and_ps(small, dither)));
 }
 

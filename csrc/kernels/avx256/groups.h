@@ -1,20 +1,53 @@
-/* Groups of 32 channels of int8, all groups of a row in one visit. Part of avx2.c and avxvnni.c, after
- * sum_bytes.h.
+/* Groups of 32 channels, all groups of a row in one visit: of int8, and blocks of ggml's. Part of avx2.c and avxvnni.c,
+ * after sum_bytes.h.
  *
  * Sums of integers of a group become floats and are added up times the group's scale: of few queries lane by lane, so that
  * sums go across lanes once per row; of many, whose keys are transposed, token by token.
+ *
+ * Blocks become integers of 16 bits, which are not negative: codes, or levels above the lowest one. What a lowest level of 0
+ * adds is taken off where sums start.
  */
 enum { GROUP_COLUMNS = KVEDGE_GROUP / 4, GROUP_PAIRS = KVEDGE_GROUP / 2 };
 
-/* Adds the products of a group of `rows` tokens, times their scales, to sums of floats: (count, rows). (Constants where this
- * is inlined: count, rows, together 4 sums.) */
-KVEDGE_INLINE void dot_group(const int8_t *codes, ptrdiff_t stride, const int count, const int rows,
-                             const int8_t *const *row, const float *k_scale, __m256 *total) {
+/* What groups hold: bytes; codes of 4 bits, whose levels follow each other; or codes of any levels. */
+typedef enum { OF_BYTES, OF_CODES, OF_LEVELS } group_kind;
+
+/* Levels above the lowest, by code. */
+KVEDGE_INLINE __m256i levels_above(const kvedge_block_codes *of) {
+  const __m128i levels = _mm_loadu_si128((const __m128i *)of->levels);
+  return _mm256_broadcastsi128_si256(_mm_sub_epi8(levels, _mm_set1_epi8(of->levels[0])));
+}
+
+/* Lanes of 16 bits that hold a byte with two codes each: the lower ones, and the upper ones. */
+KVEDGE_INLINE void split_codes(const group_kind kind, __m256i table, __m256i both, __m256i out[2]) {
+  out[0] = _mm256_and_si256(both, _mm256_set1_epi16(15)), out[1] = _mm256_srli_epi16(both, 4);
+#pragma GCC unroll 2
+  for (int j = 0; j < 2 && kind == OF_LEVELS; j++) out[j] = _mm256_shuffle_epi8(table, out[j]);
+}
+
+/* Adds the products of a group of `rows` tokens, times their scales, to sums of floats: (count, rows). Sums of blocks start
+ * at `start`: (count, KVEDGE_GROUPS). (Constants where this is inlined: kind; count, rows, together 4 sums.) */
+KVEDGE_INLINE void dot_group(const group_kind kind, __m256i table, const int32_t *start, const int8_t *codes,
+                             ptrdiff_t stride, const int count, const int rows, const int8_t *const *row,
+                             const float *k_scale, __m256 *total) {
   __m256i sum[4];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) sum[i] = _mm256_setzero_si256();
+  for (int i = 0; i < 4; i++)
+    sum[i] = kind == OF_BYTES ? _mm256_setzero_si256()
+                              : _mm256_zextsi128_si256(_mm_cvtsi32_si128(start[i / rows * KVEDGE_GROUPS]));
+#pragma GCC unroll 4
+  for (int t = 0; t < rows && kind != OF_BYTES; t++) {
+    __m256i key[2];
+    split_codes(kind, table, _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)row[t])), key);
 #pragma GCC unroll 2
-  for (int d = 0; d < KVEDGE_GROUP; d += 16)
+    for (int j = 0; j < 2; j++)
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++)
+        multiply_add_pairs(&sum[i * rows + t], key[j],
+                           _mm256_loadu_si256((const __m256i *)(codes + i * stride + CODES_OF_16 * j)));
+  }
+#pragma GCC unroll 2
+  for (int d = 0; d < KVEDGE_GROUP && kind == OF_BYTES; d += 16)
 #pragma GCC unroll 4
     for (int t = 0; t < rows; t++) {
       const __m256i key = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row[t] + d)));
@@ -32,12 +65,35 @@ KVEDGE_INLINE void dot_group(const int8_t *codes, ptrdiff_t stride, const int co
   }
 }
 
-/* Scores of all tokens for `count` queries, all there are. (A constant where this is inlined.) */
-KVEDGE_INLINE void score_groups(const kvedge_query *q, const int count, const kvedge_tile *keys, float *scores) {
+KVEDGE_INLINE int32_t sum_of_int32(__m256i x) {
+  const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i pair = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+  return _mm_cvtsi128_si32(pair) + _mm_extract_epi32(pair, 1);
+}
+
+/* Where sums of blocks start, of all queries: (num_queries, KVEDGE_GROUPS). */
+static __attribute__((noinline)) void start_blocks(const kvedge_query *q, const kvedge_tile *keys, int32_t *start) {
+  for (int i = 0; i < q->num_queries; i++)
+    for (int g = 0; g < q->dim / KVEDGE_GROUP; g++) {
+      const int8_t *codes = q->quantized + KVEDGE_QUANTIZED_BYTES * (i * q->stride + g * q->group_stride);
+      __m256i sum = _mm256_setzero_si256();
+      for (int j = 0; j < 2; j++)
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_loadu_si256((const __m256i *)(codes + CODES_OF_16 * j)),
+                                                      _mm256_set1_epi16(1)));
+      start[i * KVEDGE_GROUPS + g] = keys->codes->levels[0] * sum_of_int32(sum);
+    }
+}
+
+/* Scores of all tokens for `count` queries, all there are. (kind and count: constants where this is inlined.) */
+KVEDGE_INLINE void score_groups(const group_kind kind, const kvedge_query *q, const int count, const kvedge_tile *keys,
+                                float *scores) {
   const ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride, group_codes = KVEDGE_QUANTIZED_BYTES * q->group_stride;
   const int tokens = SCORES / count, half = tokens / 2, num_groups = q->dim / KVEDGE_GROUP;
   const int row_bytes = (int)(num_groups * keys->group_stride);
   const kvedge_next_tile next = kvedge_next_of(keys, row_bytes);
+  const __m256i table = kind == OF_LEVELS ? levels_above(keys->codes) : _mm256_setzero_si256();
+  int32_t start_of[2 * KVEDGE_GROUPS];
+  if (kind != OF_BYTES) start_blocks(q, keys, start_of);
   float unit[SCORES]; /* (count, tokens) */
   for (int i = 0; i < SCORES; i++) unit[i] = q->scale[i * count / SCORES * q->scale_stride] * 256.0f;
   const __m256 units = _mm256_loadu_ps(unit);
@@ -60,7 +116,7 @@ KVEDGE_INLINE void score_groups(const kvedge_query *q, const int count, const kv
 #pragma GCC unroll 8
         for (int i = 0; i < SCORES; i++) of_half[i] = _mm256_setzero_ps();
         for (int g = 0; g < num_groups; g++, codes += group_codes, k_scale += keys->scale_stride) {
-          dot_group(codes, stride, count, half, row, k_scale, of_half);
+          dot_group(kind, table, start_of + g, codes, stride, count, half, row, k_scale, of_half);
 #pragma GCC unroll 4
           for (int j = 0; j < half; j++) row[j] += keys->group_stride;
         }
@@ -79,19 +135,46 @@ KVEDGE_INLINE void score_groups(const kvedge_query *q, const int count, const kv
   }
 }
 
-#define SCORE_GROUPS(count)                                                                                            \
-  static __attribute__((noinline)) void score_groups_##count(const kvedge_query *q, const kvedge_tile *keys,           \
-                                                             float *scores) {                                          \
-    score_groups(q, count, keys, scores);                                                                              \
+#define SCORE_GROUPS(name, kind, count)                                                                                \
+  static __attribute__((noinline)) void name(const kvedge_query *q, const kvedge_tile *keys, float *scores) {          \
+    score_groups(kind, q, count, keys, scores);                                                                        \
   }
-SCORE_GROUPS(1)
-SCORE_GROUPS(2)
+SCORE_GROUPS(score_groups_1, OF_BYTES, 1)
+SCORE_GROUPS(score_groups_2, OF_BYTES, 2)
+SCORE_GROUPS(score_codes_1, OF_CODES, 1)
+SCORE_GROUPS(score_codes_2, OF_CODES, 2)
+SCORE_GROUPS(score_levels_1, OF_LEVELS, 1)
+SCORE_GROUPS(score_levels_2, OF_LEVELS, 2)
 #undef SCORE_GROUPS
 
 /* ---- Many queries ---- */
 
-/* Scores of a block for `count` queries. (A constant where this is inlined.) */
-KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, const __m256i *columns, int num_groups,
+/* Two channels of 8 tokens: pair 0 to 3 of eight, of those in a column with two codes to a byte, lower codes are the even
+ * pairs'. */
+KVEDGE_INLINE __m256i pair_of_codes(const group_kind kind, __m256i table, __m256i column, const int pair) {
+  if (pair > 0) column = _mm256_srli_epi16(column, pair == 1 ? 4 : pair == 2 ? 8 : 12);
+  if (pair < 3) column = _mm256_and_si256(column, _mm256_set1_epi16(15));
+  return kind == OF_LEVELS ? _mm256_shuffle_epi8(table, column) : column;
+}
+
+/* Codes of queries in the order of these pairs. */
+static __attribute__((noinline)) void pair_codes_of_blocks(const kvedge_query *q, int32_t *to) {
+  for (int i = 0; i < q->num_queries; i++)
+    for (int g = 0; g < q->dim / KVEDGE_GROUP; g++) {
+      const int8_t *codes = q->quantized + KVEDGE_QUANTIZED_BYTES * (i * q->stride + g * q->group_stride);
+      for (int p = 0; p < GROUP_PAIRS; p++, to++) {
+        const int channel = p / 4 * 4 + p % 4 / 2; /* and the one after the next, of one half of the group */
+        const int8_t *half = codes + CODES_OF_16 * (p % 2);
+        uint16_t two[2];
+        memcpy(&two[0], half + 2 * channel, 2), memcpy(&two[1], half + 2 * (channel + 2), 2);
+        *to = (int32_t)((uint32_t)two[1] << 16 | two[0]);
+      }
+    }
+}
+
+/* Scores of a block for `count` queries. (kind and count: constants where this is inlined.) */
+KVEDGE_INLINE void score_groups_of_block(const group_kind kind, __m256i table, const int32_t *start, const int count,
+                                         const int32_t *codes, const __m256i *columns, int num_groups,
                                          const float *unit, const float *k_scale, ptrdiff_t scale_stride,
                                          float *scores) {
   const int num_pairs = num_groups * GROUP_PAIRS;
@@ -105,14 +188,17 @@ KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, 
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
-      for (int j = 0; j < VECTORS; j++) sum[i][j] = _mm256_setzero_si256();
+      for (int j = 0; j < VECTORS; j++)
+        sum[i][j] = kind == OF_BYTES ? _mm256_setzero_si256() : _mm256_set1_epi32(start[i * KVEDGE_GROUPS + g]);
 #pragma GCC unroll 1
-    for (int byte = 0; byte < KVEDGE_GROUP; byte += 8, columns += 2 * VECTORS, codes += 4)
+    for (int d = 0; d < KVEDGE_GROUP; d += 8, columns += kind == OF_BYTES ? 2 * VECTORS : VECTORS, codes += 4)
 #pragma GCC unroll 4
       for (int c = 0; c < 4; c++) {
         __m256i key[VECTORS];
 #pragma GCC unroll 2
-        for (int j = 0; j < VECTORS; j++) key[j] = pair_of_column(8, columns[c / 2 * VECTORS + j], c % 2);
+        for (int j = 0; j < VECTORS; j++)
+          key[j] = kind == OF_BYTES ? pair_of_column(8, columns[c / 2 * VECTORS + j], c % 2)
+                                    : pair_of_codes(kind, table, columns[j], c);
 #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
           const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + c]);
@@ -133,19 +219,22 @@ KVEDGE_INLINE void score_groups_of_block(const int count, const int32_t *codes, 
       _mm256_storeu_ps(scores + i * KVEDGE_TILE + 8 * j, _mm256_mul_ps(total[i][j], _mm256_set1_ps(unit[i])));
 }
 
-static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q, const kvedge_tile *keys,
-                                                           float *scores) {
+KVEDGE_INLINE void score_groups_of_many(const group_kind kind, const kvedge_query *q, const kvedge_tile *keys,
+                                        float *scores) {
   const int n = q->num_queries, num_groups = q->dim / KVEDGE_GROUP, num_pairs = num_groups * GROUP_PAIRS;
-  const int gap = (int)keys->group_stride - KVEDGE_GROUP;
+  const int bits = kind == OF_BYTES ? 8 : 4, gap = (int)keys->group_stride - KVEDGE_GROUP * bits / 8;
+  const __m256i table = kind == OF_LEVELS ? levels_above(keys->codes) : _mm256_setzero_si256();
   struct {
     __m256i columns[KVEDGE_GROUPS * GROUP_COLUMNS * VECTORS];
     char rows[KVEDGE_BLOCK * KVEDGE_GROUPS * (KVEDGE_GROUP + 4)];
     int32_t codes[KVEDGE_QUERY_ROWS * KVEDGE_GROUPS * GROUP_PAIRS];
+    int32_t start[KVEDGE_QUERY_ROWS * KVEDGE_GROUPS];
   } *room = (void *)q->scratch;
   _Static_assert(sizeof *room <= KVEDGE_SCRATCH, "fits");
   float unit[KVEDGE_QUERY_ROWS];
   for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
-  for (int g = 0; g < num_groups; g++) {
+  if (kind != OF_BYTES) start_blocks(q, keys, room->start), pair_codes_of_blocks(q, room->codes);
+  for (int g = 0; g < num_groups && kind == OF_BYTES; g++) {
     const kvedge_query one = kvedge_query_group(q, g);
     for (int i = 0; i < n; i++) {
       kvedge_query single = one;
@@ -154,15 +243,25 @@ static __attribute__((noinline)) void score_groups_of_many(const kvedge_query *q
     }
   }
   for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
-    transpose_block_avx256(8, 0, keys, t, gap, (char *)room->columns, room->rows);
+    transpose_block_avx256(bits, 0, keys, t, gap, (char *)room->columns, room->rows);
 #define SCORE_BLOCK(count)                                                                                             \
-  score_groups_of_block(count, room->codes + i * num_pairs, room->columns, num_groups, unit + i, keys->scales + t,     \
-                        keys->scale_stride, scores + i * KVEDGE_TILE + t)
+  score_groups_of_block(kind, table, room->start + i * KVEDGE_GROUPS, count, room->codes + i * num_pairs,              \
+                        room->columns, num_groups, unit + i, keys->scales + t, keys->scale_stride,                     \
+                        scores + i * KVEDGE_TILE + t)
     int i = 0;
     BY_FOURS(n, SCORE_BLOCK)
 #undef SCORE_BLOCK
   }
 }
+
+#define SCORE_GROUPS(name, kind)                                                                                       \
+  static __attribute__((noinline)) void name(const kvedge_query *q, const kvedge_tile *keys, float *scores) {          \
+    score_groups_of_many(kind, q, keys, scores);                                                                       \
+  }
+SCORE_GROUPS(score_many_groups, OF_BYTES)
+SCORE_GROUPS(score_many_blocks, OF_CODES)
+SCORE_GROUPS(score_many_levels, OF_LEVELS)
+#undef SCORE_GROUPS
 
 static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
   const int n = q->num_queries, num_groups = q->dim / KVEDGE_GROUP;
@@ -172,7 +271,7 @@ static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_ti
       const kvedge_tile of_keys = kvedge_tile_group(keys, g);
       KVEDGE_NAME(scores_int8)(&of_query, &of_keys, scores, g > 0);
     }
-  else if (n > 2) score_groups_of_many(q, keys, scores);
+  else if (n > 2) score_many_groups(q, keys, scores);
   else if (n == 2) score_groups_2(q, keys, scores);
   else score_groups_1(q, keys, scores);
 }
@@ -209,7 +308,7 @@ static __attribute__((noinline)) void sum_few(const kvedge_probabilities *p, con
   tile_weights *weights = (void *)p->scratch;
   for (int g = 0, groups; g < num_groups; g += groups) {
     groups = num_groups - g < at_a_time ? num_groups - g : at_a_time;
-    quantize_weights_of(p, values, together, g, groups, weights);
+    quantize_weights_of(p, values, together, g, groups, 0, weights);
     for (int t = 0, k = 0; t < values->num_tokens; t += together, k++) {
       const int num_tokens = values->num_tokens - t < together ? values->num_tokens - t : together;
       const float *rescale = t > 0 ? one : to->rescale;

@@ -12,7 +12,7 @@ KVEDGE_INLINE integers add_integers(integers a, integers b) { return _mm256_add_
 KVEDGE_INLINE integers round_floats(floats x) { return _mm256_cvtps_epi32(x); }
 KVEDGE_INLINE floats floats_of_integers(integers x) { return _mm256_cvtepi32_ps(x); }
 
-KVEDGE_INLINE integers round_dithered_floats(floats x, floats dither) { return round_dithered(x, dither); }
+KVEDGE_INLINE integers round_dithered_floats(floats x, floats dither) { return round_dithered(0, x, dither); }
 
 KVEDGE_INLINE void store_pairs(const int bits, const integers number[2], int16_t *to) {
   __m256i a = number[0], b = number[1], first = a, second = b; /* 2 bits: a word has 16 codes */

@@ -27,7 +27,7 @@ KVEDGE_INLINE void encode_byte_weights(const float *p, const float *v_scale, int
     w[0] = _mm256_mul_ps(w[0], _mm256_unpacklo_ps(inverse, inverse));
     w[1] = _mm256_mul_ps(w[1], _mm256_unpackhi_ps(inverse, inverse));
   }
-  for (int j = 0; j < 2; j++) code[j] = round_dithered(w[j], _mm256_loadu_ps(kvedge_dither + t + 8 * j));
+  for (int j = 0; j < 2; j++) code[j] = round_dithered(0, w[j], _mm256_loadu_ps(kvedge_dither + t + 8 * j));
   const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(code[0], code[1]), _mm256_setzero_si256());
   const __m256i both = _mm256_unpacklo_epi32(bytes, _mm256_packs_epi32(multipliers, multipliers));
   _mm256_storeu_si256((__m256i *)codes, _mm256_permute4x64_epi64(both, 0xd8));

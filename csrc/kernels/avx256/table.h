@@ -24,13 +24,6 @@ static uint64_t KVEDGE_NAME(multiply)(size_t n) {
 /* A cell of floats.c. */
 #define CELL_OF_FLOATS(name) {.scores = scores_##name##_avx256, .weighted_sum = weighted_sum_##name##_avx256}
 
-#define KVEDGE_INT8_CELL                                                                                               \
-  {.encode_query = KVEDGE_NAME(encode_query),                                                                          \
-   .scores = KVEDGE_NAME(scores_int8),                                                                                 \
-   .weighted_sum = KVEDGE_NAME(weighted_sum_int8),                                                                     \
-   .scores_of_groups = KVEDGE_NAME(scores_of_groups),                                                                  \
-   .weighted_sum_of_groups = KVEDGE_NAME(weighted_sum_of_groups)}
-
 /* clang-format off */
 #define KVEDGE_TABLE(isa)                                                                                            \
   {                                                                                                                \
@@ -46,6 +39,11 @@ static uint64_t KVEDGE_NAME(multiply)(size_t n) {
                 [KVEDGE_FP8_E4M3] = CELL_OF_FLOATS(fp8_e4m3),                                                     \
                 [KVEDGE_FP8_E5M2] = CELL_OF_FLOATS(fp8_e5m2)},                                                  \
       .grids = CELL_OF_FLOATS(of_grids),                                                                                  \
+      .blocks = {.encode_query = KVEDGE_NAME(encode_query),                                                        \
+                 .scores = KVEDGE_NAME(scores_of_block),                                                           \
+                 .weighted_sum = KVEDGE_NAME(weighted_sum_of_blocks),                                              \
+                 .scores_of_groups = KVEDGE_NAME(scores_of_blocks),                                                \
+                 .weighted_sum_of_groups = KVEDGE_NAME(weighted_sum_of_blocks)},                                   \
       .runs = {.scores = KVEDGE_NAME(scores_of_runs), .weighted_sum = KVEDGE_NAME(weighted_sum_of_runs)},         \
       .rows = &kvedge_rows_avx256,                                                                              \
       .logits = &kvedge_logits_avx256,                                                                              \

@@ -32,9 +32,11 @@ KVEDGE_INLINE __m256 weights_at(const float *p, const float *v_scale, int t) {
 }
 
 /* Weights with the scales of some groups, from one on, those of all queries group by group; first all their scales, then
- * all codes, so that these need not wait for maxima and divisions. (num_groups 1: a constant where this is inlined.) */
+ * all codes, so that these need not wait for maxima and divisions. (num_groups 1, and is_signed, whether scales may be
+ * negative: constants where this is inlined.) */
 KVEDGE_INLINE void quantize_weights_of(const kvedge_probabilities *probabilities, const kvedge_tile *values,
-                                       const int together, int first_group, const int num_groups, tile_weights *w) {
+                                       const int together, int first_group, const int num_groups, const int is_signed,
+                                       tile_weights *w) {
   const int end = (values->num_tokens + KVEDGE_BLOCK - 1) / KVEDGE_BLOCK * KVEDGE_BLOCK;
   const int num_queries = probabilities->num_queries;
   const float *first_scale = values->scales + first_group * values->scale_stride;
@@ -46,7 +48,10 @@ KVEDGE_INLINE void quantize_weights_of(const kvedge_probabilities *probabilities
         const int stop = t + together < end ? t + together : end;
         __m256 largest[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
         for (; t < stop; t += 16)
-          for (int j = 0; j < 2; j++) largest[j] = _mm256_max_ps(largest[j], weights_at(p, v_scale, t + 8 * j));
+          for (int j = 0; j < 2; j++) {
+            const __m256 weights = weights_at(p, v_scale, t + 8 * j);
+            largest[j] = _mm256_max_ps(largest[j], is_signed ? magnitudes_of(weights) : weights);
+          }
         factor[row][k] = reduce_max(_mm256_max_ps(largest[0], largest[1]));
       }
     }
@@ -68,7 +73,7 @@ KVEDGE_INLINE void quantize_weights_of(const kvedge_probabilities *probabilities
         for (; t < stop; t += 16) {
           __m256i code[2];
           for (int j = 0; j < 2; j++)
-            code[j] = round_dithered(_mm256_mul_ps(weights_at(p, v_scale, t + 8 * j), f),
+            code[j] = round_dithered(is_signed, _mm256_mul_ps(weights_at(p, v_scale, t + 8 * j), f),
                                      _mm256_loadu_ps(kvedge_dither + t + 8 * j));
           const __m256i packed = _mm256_packs_epi32(code[0], code[1]);
           _mm256_storeu_si256((__m256i *)(codes + t),
@@ -80,7 +85,7 @@ KVEDGE_INLINE void quantize_weights_of(const kvedge_probabilities *probabilities
 
 KVEDGE_INLINE void quantize_weights(const kvedge_probabilities *probabilities, const kvedge_tile *values,
                                     const int together, tile_weights *w) {
-  quantize_weights_of(probabilities, values, together, 0, 1, w);
+  quantize_weights_of(probabilities, values, together, 0, 1, 0, w);
 }
 
 /* acc = acc * rescale + sum * scale, 8 channels or the first of them. */

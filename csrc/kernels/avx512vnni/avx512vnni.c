@@ -285,17 +285,37 @@ static const kvedge_row_kernels path_rows = {
 static const kvedge_logit_kernels path_logits = KVEDGE_LOGIT_KERNELS;
 static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
 
+#define INT8_CELL                                                                                                      \
+  {.encode_query = encode_query_avx512vnni,                                                                            \
+   .scores = scores_int8_avx512vnni,                                                                                   \
+   .weighted_sum = weighted_sum_int8_avx512vnni,                                                                       \
+   .scores_of_groups = scores_of_groups_avx512vnni,                                                                    \
+   .weighted_sum_of_groups = weighted_sum_of_groups_avx512vnni,                                                        \
+   .scores_of_heads = scores_of_heads_int8_avx512vnni,                                                                 \
+   .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni}
+#include "kernels/blocks.h"
+static const kvedge_cell int8_cell = INT8_CELL;
+
+static void scores_of_blocks_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
+  const int done = score_few_blocks_avx512vnni(q, keys, scores);
+  if (done == keys->num_tokens) return;
+  kvedge_tile rest = *keys;
+  rest.blocks += done / BLOCK, rest.num_tokens -= done, rest.scales += done;
+  if (done > 0) rest.next.blocks = NULL;
+  scores_of_blocks(&int8_cell, q, &rest, scores + done);
+}
+KVEDGE_BLOCK_FUNCTION(avx512vnni)
+
+static void weighted_sum_of_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
+                                              const kvedge_accumulators *to) {
+  if (!sum_few_blocks_avx512vnni(p, values, to)) weighted_sum_of_blocks(&int8_cell, p, values, to);
+}
+
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
     /* Keys are read once, for all queries; values are kept as they are needed. */
     .tuning = {.step_bytes = 64 << 10, .parallel_work = 11 << 20},
-    .cells = {[KVEDGE_INT8] = {.encode_query = encode_query_avx512vnni,
-                               .scores = scores_int8_avx512vnni,
-                               .weighted_sum = weighted_sum_int8_avx512vnni,
-                               .scores_of_groups = scores_of_groups_avx512vnni,
-                               .weighted_sum_of_groups = weighted_sum_of_groups_avx512vnni,
-                               .scores_of_heads = scores_of_heads_int8_avx512vnni,
-                               .weighted_sum_of_heads = weighted_sum_of_heads_int8_avx512vnni},
+    .cells = {[KVEDGE_INT8] = INT8_CELL,
                [KVEDGE_INT4] = {.encode_query = encode_query_of_int4_avx512vnni,
                                .scores = scores_int4_avx512vnni,
                                .weighted_sum = weighted_sum_int4_avx512vnni,
@@ -307,6 +327,7 @@ const kvedge_kernels kvedge_kernels_avx512vnni = {
                [KVEDGE_FP8_E4M3] = KVEDGE_FLOAT_CELL(fp8_e4m3),
                [KVEDGE_FP8_E5M2] = KVEDGE_FLOAT_CELL(fp8_e5m2)},
     .grids = KVEDGE_GRIDS_CELL,
+    .blocks = KVEDGE_BLOCKS_CELL(avx512vnni, encode_query_avx512vnni),
     .runs = {.scores = scores_of_runs_avx512vnni, .weighted_sum = weighted_sum_of_runs_avx512vnni},
     .rows = &path_rows,
     .logits = &path_logits,

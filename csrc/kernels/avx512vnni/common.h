@@ -203,6 +203,11 @@ FOR_PLANES(weighted_sum_int4);
 FOR_PLANES(weighted_sum_of_heads_int4);
 #undef FOR_PLANES
 
+/* Of ggml's blocks, what few queries and whole blocks of tokens allow; return how many tokens are done, or whether. */
+int score_few_blocks_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores); /* scores.c */
+int sum_few_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
+                              const kvedge_accumulators *to); /* blocks.c */
+
 /* Codes of a query are stored plane by plane: for every 64 channels 64 high bytes, 64 middle
  * ones and 64 low ones; zeros past the last channel. For keys of int4 each eight channels are
  * stored as 0 2 4 6 1 3 5 7: as four bytes of a key have them, first codes before second ones. */

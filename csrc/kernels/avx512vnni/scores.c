@@ -481,6 +481,113 @@ void scores_of_groups_avx512vnni(const kvedge_query *q, const kvedge_tile *keys,
   }
 }
 
+/* ---- ggml's blocks: codes are unsigned as they are ---- */
+
+/* Scores of whole blocks of tokens for `count` queries from `first` on, in two planes. (linear and count: constants where
+ * this is inlined.) */
+KVEDGE_INLINE void score_codes_of(const int linear, const kvedge_query *q, int first, const int count,
+                                  const kvedge_tile *keys, int num_tokens, lines_ahead *ahead, float *scores) {
+  const int num_groups = q->dim / KVEDGE_GROUP, chains = count <= 2 ? 2 : 1; /* as in score_blocks() */
+  const int zero = linear ? -keys->codes->levels[0] : 128;
+  const __m128i levels = _mm_loadu_si128((const __m128i *)keys->codes->levels);
+  const __m512i table = _mm512_broadcast_i32x4(_mm_xor_si128(levels, _mm_set1_epi8((char)0x80)));
+  const ptrdiff_t key_stride = keys->token_stride;
+  ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride, three_strides = 3 * stride;
+  OPAQUE(three_strides);
+  int32_t start[SCORE_QUERIES][KVEDGE_GROUPS][2];
+  float unit[SCORE_QUERIES];
+  for (int i = 0; i < count; i++) {
+    unit[i] = unit_of(q, first + i, 2);
+    for (int g = 0; g < num_groups; g++)
+      for (int b = 0; b < 2; b++) /* offsets take off 128 times the sum of codes */
+        start[i][g][b] = q->offsets[4 * ((first + i) * q->scale_stride + g) + b] / 128 * zero;
+  }
+  scores += first * KVEDGE_TILE;
+  for (int t = 0; t < num_tokens; t += BLOCK, scores += BLOCK) {
+    const int8_t *rows = (const int8_t *)kvedge_tile_block(keys, t), *codes = q->quantized + first * stride;
+    const float *k_scale = keys->scales + t;
+    __m512 total[SCORE_QUERIES];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) total[i] = _mm512_setzero_ps();
+    for (int g = 0; g < num_groups; g++, rows += keys->group_stride, k_scale += keys->scale_stride) {
+      __m512i lanes[4], column[4], sum[SCORE_QUERIES][2][2];
+      const char *lines = take_lines(ahead, 4);
+      if (g % 2) prefetch_lines(ahead, take_lines(ahead, 1), 1, 2);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) { /* lane L: row 4 L + i */
+        const int8_t *from = rows + i * key_stride;
+        OPAQUE(from);
+        lanes[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
+        lanes[i] = _mm512_inserti32x4(lanes[i], _mm_loadu_si128((const __m128i *)(from + 4 * key_stride)), 1);
+        lanes[i] = _mm512_inserti32x4(lanes[i], _mm_loadu_si128((const __m128i *)(from + 8 * key_stride)), 2);
+        lanes[i] = _mm512_inserti32x4(lanes[i], _mm_loadu_si128((const __m128i *)(from + 12 * key_stride)), 3);
+      }
+      transpose_in_lanes(lanes, column);
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+        for (int b = 0; b < 2; b++) {
+          sum[i][b][0] = _mm512_set1_epi32(start[i][g][b]);
+          sum[i][b][1] = _mm512_setzero_si512();
+        }
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) {
+        prefetch_lines(ahead, lines + 64 * c, 1, 2);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          __m512i key = half ? _mm512_srli_epi16(column[c], 4) : column[c];
+          key = _mm512_and_si512(key, _mm512_set1_epi8(15));
+          if (!linear) key = _mm512_shuffle_epi8(table, key);
+#pragma GCC unroll 4
+          for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+            for (int b = 0; b < 2; b++)
+              multiply_add_code(&sum[i][b][half % chains], key, codes, codes, stride, three_strides, i,
+                                16 * half + 4 * c + 64 * b);
+        }
+      }
+      const __m512 scale = _mm512_loadu_ps(k_scale);
+#pragma GCC unroll 4
+      for (int i = 0; i < count; i++) {
+#pragma GCC unroll 2
+        for (int b = 0; b < 2 && chains == 2; b++) sum[i][b][0] = _mm512_add_epi32(sum[i][b][0], sum[i][b][1]);
+        total[i] = _mm512_fmadd_ps(total_of(2, sum[i][0][0], sum[i][1][0], sum[i][1][0]), scale, total[i]);
+      }
+      codes += KVEDGE_QUANTIZED_BYTES * q->group_stride;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++)
+      _mm512_storeu_ps(scores + i * KVEDGE_TILE, _mm512_mul_ps(total[i], _mm512_set1_ps(unit[i])));
+  }
+}
+
+/* Of all queries, four at a time. (linear: a constant where this is inlined.) */
+KVEDGE_INLINE void score_codes(const int linear, const kvedge_query *q, const kvedge_tile *keys, int num_tokens,
+                               float *scores) {
+  lines_ahead ahead = lines_of(keys, (int)(q->dim / KVEDGE_GROUP * keys->group_stride));
+#define SCORE_CODES(count) score_codes_of(linear, q, i, count, keys, num_tokens, &ahead, scores)
+  int i = 0;
+  BY_FOURS(q->num_queries, SCORE_CODES)
+#undef SCORE_CODES
+}
+
+static __attribute__((noinline)) void score_linear(const kvedge_query *q, const kvedge_tile *keys, int num_tokens,
+                                                   float *scores) {
+  score_codes(1, q, keys, num_tokens, scores);
+}
+
+static __attribute__((noinline)) void score_levels(const kvedge_query *q, const kvedge_tile *keys, int num_tokens,
+                                                   float *scores) {
+  score_codes(0, q, keys, num_tokens, scores);
+}
+
+int score_few_blocks_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
+  const int whole = keys->num_tokens / BLOCK * BLOCK;
+  if (q->planes != 2 || keys->codes->fifth || q->num_queries > SEVERAL_QUERIES || whole == 0) return 0;
+  (kvedge_levels_follow(keys->codes) ? score_linear : score_levels)(q, keys, whole, scores);
+  return whole;
+}
+
 void scores_int8_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   lines_ahead ahead = lines_of(keys, q->dim);
   const scoring s = {q, keys, 8, 0, keys->num_tokens, keys->scales, &ahead, scores, accumulate};

@@ -441,7 +441,7 @@ static const kvedge_row_kernels path_rows = {
 static const kvedge_logit_kernels path_logits = KVEDGE_LOGIT_KERNELS;
 static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
 
-#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, multiplied)                                         \
+#define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, of_blocks, multiplied)                              \
   {                                                                                                                    \
       .name = isa_name,                                                                                                \
       .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */},                                 \
@@ -453,6 +453,7 @@ static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
                  [KVEDGE_FP8_E4M3] = KVEDGE_NEON_CELL(fp8_e4m3),                                                        \
                  [KVEDGE_FP8_E5M2] = KVEDGE_NEON_CELL(fp8_e5m2)},                                                       \
       .runs = of_runs,                                                                                                 \
+      .blocks = of_blocks,                                                                                             \
       .rows = &path_rows,                                                                                              \
       .logits = &path_logits,                                                                                          \
       .states = &path_states,                                                                                          \

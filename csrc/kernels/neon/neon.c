@@ -53,8 +53,11 @@ static uint64_t multiply_neon(size_t n) {
   {.encode_query = encode_query_neon, .scores = scores_##name##_neon, .weighted_sum = weighted_sum_##name##_neon}
 #define KVEDGE_NAME(function) function##_neon
 #include "kernels/neon/kivi.h"
-const kvedge_kernels kvedge_kernels_neon = KVEDGE_NEON_TABLE(
-    "neon", KVEDGE_NEON_INT16_CELL(int8), KVEDGE_NEON_INT16_CELL(int4), KVEDGE_NEON_RUNS, multiply_neon);
+#include "kernels/blocks.h"
+KVEDGE_BLOCKS_FUNCTIONS(neon, KVEDGE_NEON_INT16_CELL(int8))
+const kvedge_kernels kvedge_kernels_neon =
+    KVEDGE_NEON_TABLE("neon", KVEDGE_NEON_INT16_CELL(int8), KVEDGE_NEON_INT16_CELL(int4), KVEDGE_NEON_RUNS,
+                      KVEDGE_BLOCKS_CELL(neon, encode_query_neon), multiply_neon);
 
 #ifdef TARGET_BEGUN
 KVEDGE_TARGET_END

@@ -134,8 +134,11 @@ static uint64_t multiply_neondot(size_t n) {
 
 #define KVEDGE_NAME(function) function##_neondot
 #include "kernels/neon/kivi.h"
-const kvedge_kernels kvedge_kernels_neondot = KVEDGE_NEON_TABLE(
-    "neondot", KVEDGE_NEONDOT_INT8_CELL, KVEDGE_NEONDOT_INT4_CELL, KVEDGE_NEON_RUNS, multiply_neondot);
+#include "kernels/blocks.h"
+KVEDGE_BLOCKS_FUNCTIONS(neondot, KVEDGE_NEONDOT_INT8_CELL)
+const kvedge_kernels kvedge_kernels_neondot =
+    KVEDGE_NEON_TABLE("neondot", KVEDGE_NEONDOT_INT8_CELL, KVEDGE_NEONDOT_INT4_CELL, KVEDGE_NEON_RUNS,
+                      KVEDGE_BLOCKS_CELL(neondot, encode_query_neondot), multiply_neondot);
 
 KVEDGE_TARGET_END
 #endif

@@ -291,8 +291,11 @@ static uint64_t multiply_neoni8mm(size_t n) {
 
 #define KVEDGE_NAME(function) function##_neoni8mm
 #include "kernels/neon/kivi.h"
-const kvedge_kernels kvedge_kernels_neoni8mm = KVEDGE_NEON_TABLE(
-    "neoni8mm", KVEDGE_MATRIX_CELL(int8), KVEDGE_MATRIX_CELL(int4), KVEDGE_NEON_RUNS, multiply_neoni8mm);
+#include "kernels/blocks.h"
+KVEDGE_BLOCKS_FUNCTIONS(neoni8mm, KVEDGE_MATRIX_CELL(int8))
+const kvedge_kernels kvedge_kernels_neoni8mm =
+    KVEDGE_NEON_TABLE("neoni8mm", KVEDGE_MATRIX_CELL(int8), KVEDGE_MATRIX_CELL(int4), KVEDGE_NEON_RUNS,
+                      KVEDGE_BLOCKS_CELL(neoni8mm, encode_query_neoni8mm), multiply_neoni8mm);
 
 KVEDGE_TARGET_END
 #endif

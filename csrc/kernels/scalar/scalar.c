@@ -55,6 +55,9 @@ KVEDGE_INT4_FUNCTIONS(scalar, scores_int8_scalar, weighted_sum_int8_scalar)
 #include "kernels/kivi_portable.h"
 #define INT8_CELL {.scores = scores_int8_scalar, .weighted_sum = weighted_sum_int8_scalar}
 
+#include "kernels/blocks.h"
+KVEDGE_BLOCKS_FUNCTIONS(scalar, INT8_CELL)
+
 #define STATE_FLOATS 4
 #include "kernels/states.h"
 
@@ -87,6 +90,7 @@ const kvedge_kernels kvedge_kernels_scalar = {
                [KVEDGE_INT4] = {.scores = scores_int4_scalar, .weighted_sum = weighted_sum_int4_scalar},
                [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)},
     .runs = KVEDGE_RUNS_PORTABLE,
+    .blocks = KVEDGE_BLOCKS_CELL(scalar, NULL),
     .rows = &path_rows,
     .logits = &path_logits,
     .states = &path_states,
