@@ -10,7 +10,6 @@
 #include <stdint.h>
 
 #include "kvedge.h"
-#include "kernels/kernels.h"
 #include "system/arithmetic.h"
 
 enum {
@@ -37,7 +36,7 @@ typedef struct {
   int group_channels; /* of formats that keep scales within rows, with has_scales 0: channels of a group, which dim */
   int group_bytes;    /* is a multiple of; bytes of a group: its scale, a half, and from codes_at on codes as those */
   int codes_at;       /* of int8, or `codes`. In other formats these are 0. */
-  const kvedge_block_codes *codes;
+  const struct kvedge_block_codes *codes;
   int product_bits; /* what KVEDGE_PRECISION_AUTO takes: 8 where the error of the format on models is ten times that
                           * of products of 8 bits (docs/numerics.md), else 0 */
 

@@ -10,7 +10,9 @@
 #include <math.h>
 #include <string.h>
 
-#include "formats/scales.h"
+#include "formats/format.h"
+#include "formats/half.h"
+#include "system/dispatch.h"
 
 enum { CHANNELS = KVEDGE_GROUP, CODES_BYTES = CHANNELS / 2, FIFTH_BYTES = CHANNELS / 8 };
 

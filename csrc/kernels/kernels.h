@@ -102,7 +102,7 @@ static inline kvedge_query kvedge_query_group(const kvedge_query *q, int g) {
 /* How rows in blocks of ggml's hold elements, KVEDGE_GROUP a block: a scale, which is a half and may be negative, and codes of
  * 4 bits, in byte j those of elements j and j + 16. Where `fifth` is not 0 the four bytes before have a fifth bit of each,
  * element j's bit j. An element is the level of its code times the scale, and where mins_at is not 0 plus the block's minimum. */
-typedef struct {
+typedef struct kvedge_block_codes {
   int8_t codes_at;   /* bytes from a block's scale to its codes */
   int8_t mins_at;    /* and to its minimum, a half, which cells do not look at */
   int8_t fifth;      /* what the fifth bit adds to a level; 0: there is none */
