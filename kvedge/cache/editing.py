@@ -14,7 +14,7 @@ from kvedge.layer.keys import rule_of
 from kvedge.layer.store import LayerStore
 from kvedge.rope import Rope
 
-__all__ = ["clear", "evict", "evict_due", "keep", "settled", "shift"]
+__all__ = ["clear", "evict", "evict_due", "keep", "shift", "with_turns_stored"]
 
 
 def clear(state: CacheState) -> None:
@@ -107,13 +107,13 @@ def shift(
         state.overwrites.add(start)
 
 
-def settled(state: CacheState) -> CacheState:
-    """This one; or a copy whose keys are stored turned, where some are still to be turned."""
+def with_turns_stored(state: CacheState) -> CacheState:
+    """Return ``state``, or a copy with all turns of keys stored where layers still owe some."""
     if all(store.turns is None for store in state.stores):
         return state
     other = state.copy()
     for store in other.stores:
-        shifts.settle(store)
+        shifts.store_turns(store)
     return other
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvedge import KVCache
 from kvedge.cache.cache import cache_over, state_of
-from kvedge.cache.editing import settled
+from kvedge.cache.editing import with_turns_stored
 from kvedge.cache.state import CacheState
 from kvedge.core.checks import checked_path
 from kvedge.core.key_map import KeyMap
@@ -212,7 +212,7 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
     maps: list[KeyMap] = []
     for rank in wanted:
         path = os.path.join(folder, _part_name(manifest["save"], rank, saved.num_ranks))
-        source = settled(state_of(_load_part(path, manifest, saved, rank)))
+        source = with_turns_stored(state_of(_load_part(path, manifest, saved, rank)))
         if part is None:
             _check_shareable(path, source)
             kept = {k: v for k, v in source.metadata.items() if not k.startswith(_OURS)}

@@ -17,7 +17,7 @@ from kvedge.layer.reading import block_tokens
 from kvedge.layer.store import LayerStore, rows_alone, scratch_store
 from kvedge.rope import NO_TURNS, Rope, Rotation, Turn, Turns, turned
 
-__all__ = ["SQRT2", "check_shift", "check_turn", "owe", "settle", "shift", "store_turned"]
+__all__ = ["SQRT2", "check_shift", "check_turn", "owe", "shift", "store_turned", "store_turns"]
 
 SQRT2 = 2.0**0.5  # by which turning a key makes its largest channel larger, at most
 
@@ -36,13 +36,13 @@ def owe(stores: Sequence[tuple[LayerStore, Turns]]) -> None:
         for store, turns in stores:
             if turns.are_many:
                 store.turns = turns
-                settle(store)
+                store_turns(store)
     for store, turns in stores:
         if not turns.are_many:
             store.turns = turns or None
 
 
-def settle(store: LayerStore) -> None:
+def store_turns(store: LayerStore) -> None:
     """Store all keys turned, so that none are still to be turned."""
     turns = store.turns or NO_TURNS
     for first, last, turn in turns.ranges(store.held().num_dropped, store.end()):

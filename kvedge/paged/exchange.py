@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvedge.cache.cache import KVCache, cache_holding, state_of
-from kvedge.cache.editing import settled
+from kvedge.cache.editing import with_turns_stored
 from kvedge.cache.state import layer_names
 from kvedge.core import checks, memory
 from kvedge.core.key_map import KeyMap, same_vector
@@ -58,7 +58,7 @@ def from_cache(
             "key_scale=cache.key_scale"
         )
     length, in_runs = saved.length, pool.config.in_runs
-    saved = settled(saved)  # blocks are shared: their keys are where they are
+    saved = with_turns_stored(saved)  # blocks are shared: their keys are where they are
     helds = [store.snapshot() for store in saved.stores]
     if in_runs and any(held.num_dropped for held in helds):
         raise InvalidArgumentError(
