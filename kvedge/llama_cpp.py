@@ -56,7 +56,8 @@ class Report:
         Rows of a quantized cache that are kept in float16 besides (``enable(recent=, sinks=)``):
         ``read``, how many attention nodes have read so far, ``changed``, how many no longer matched
         their cells, ``held`` and ``bytes``, how many are held now, of all layers, and in how many
-        bytes.
+        bytes, ``without``, how many attention nodes of such caches had none, since their rows were
+        not written by ``SET_ROWS`` (llama.cpp before August 2025) or lie in a way not known.
     """
 
     enabled: bool
@@ -78,6 +79,8 @@ class Report:
             return told
         left = "".join(f", {count} left ({reason})" for reason, count in self.left.items())
         told = f"{told}; {self.taken} attention nodes so far{left}"
+        if self.exact.get("without"):
+            told += f"; {self.exact['without']} nodes of quantized caches without exact rows"
         if not self.exact.get("read"):
             return told
         return (

@@ -38,7 +38,7 @@ int exact_recent(void) {
   return atomic_load(&num_recent);
 }
 
-typedef enum { ROWS_READ, ROWS_CHANGED, ROWS_HELD, BYTES_HELD, NUM_COUNTS } exact_count;
+typedef enum { ROWS_READ, ROWS_CHANGED, ROWS_HELD, BYTES_HELD, NODES_WITHOUT, NUM_COUNTS } exact_count;
 static atomic_long exact_counts[NUM_COUNTS];
 
 static void count_exact(exact_count which, long num) {
@@ -46,7 +46,7 @@ static void count_exact(exact_count which, long num) {
 }
 
 long kvedge_ggml_exact(int index, const char **name) {
-  static const char *const names[NUM_COUNTS] = {"read", "changed", "held", "bytes"};
+  static const char *const names[NUM_COUNTS] = {"read", "changed", "held", "bytes", "without"};
   if (index < 0 || index >= NUM_COUNTS) return -1;
   *name = names[index];
   return atomic_load_explicit(&exact_counts[index], memory_order_relaxed);
@@ -231,7 +231,10 @@ void place_rows(hooked_backend *s, const tensor *node) {
   int of = -1;
   for (int i = 1; i >= 0; i--) {
     if (!is_quantized(s->of, sides[i])) continue;
-    if (!place_in_cache(s, sides[i], i, &r->kept, &r->sides[i])) return;
+    if (!place_in_cache(s, sides[i], i, &r->kept, &r->sides[i])) {
+      count_exact(NODES_WITHOUT, 1);
+      return;
+    }
     of = i;
   }
   const written_rows *keys = r->sides[0].written, *values = r->sides[1].written;

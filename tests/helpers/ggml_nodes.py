@@ -38,6 +38,7 @@ _free_backend = _function("ggml_backend_free", None, c.c_void_p)
 
 
 _set_rows = _function("ggml_set_rows", *[c.c_void_p] * 5)
+_copy = _function("ggml_cpy", *[c.c_void_p] * 4)
 _view = _function(
     "ggml_view_4d", c.c_void_p, c.c_void_p, c.c_void_p, *[c.c_int64] * 4, *[c.c_size_t] * 4
 )
@@ -64,9 +65,10 @@ class Cache:
         _lib.ggml_backend_cpu_set_n_threads.argtypes = [c.c_void_p, c.c_int]
         _lib.ggml_backend_cpu_set_n_threads(self._backend, threads)
 
-    def step(self, keys, values, cells, q, mask, scale=0.125):
+    def step(self, keys, values, cells, q, mask, scale=0.125, by_copy=False):
         """Write rows (tokens, KV heads, dim) into cells, and return the attention (tokens, heads,
-        dim) of q (heads, tokens, dim) to all cells under a mask (rows, cells)."""
+        dim) of q (heads, tokens, dim) to all cells under a mask (rows, cells). ``by_copy``: as
+        llama.cpp did before August 2025, into cells that follow each other."""
         tokens, elements = len(cells), self.kv_heads * self.dim
         sizes = [8 * tokens * elements, 8 * q.size, 2 * mask.size]
         context = _init(_InitParams(sum(sizes) + (1 << 20), None, False))
@@ -81,10 +83,15 @@ class Cache:
         sides = []
         for i, rows in enumerate((keys, values)):
             source = tensor(F32, np.asarray(rows, np.float32), elements, tokens)
-            index = tensor(I64, np.asarray(cells, np.int64), tokens)
-            _expand(graph, _set_rows(context, self._tensors[i], source, index))
             head = self.dim // _block_elements(self.types[i]) * _type_size(self.types[i])
             cell = self.row_bytes[i]
+            if by_copy:
+                place = (elements, tokens, 1, 1, cell, cell * tokens, cell * tokens)
+                to = _view(context, self._tensors[i], *place, cell * cells[0])
+                _expand(graph, _copy(context, source, to))
+            else:
+                index = tensor(I64, np.asarray(cells, np.int64), tokens)
+                _expand(graph, _set_rows(context, self._tensors[i], source, index))
             shape = (self.dim, self.cells, self.kv_heads, 1)
             sides.append(_view(context, self._tensors[i], *shape, cell, head, cell * self.cells, 0))
         heads = q.shape[0]

@@ -27,7 +27,8 @@ def disabled_afterwards():
 class Traced:
     """A cache, and for each cell the row that was written to it last and the bytes it had then."""
 
-    def __init__(self, types, seed=0, **options):
+    def __init__(self, types, seed=0, by_copy=False, **options):
+        self.by_copy = by_copy
         self.cache = Cache(types, CELLS, KV_HEADS, DIM, **options)
         self.rng = np.random.default_rng(seed)
         self.kept = {}  # cell -> (keys, values, their bytes)
@@ -62,7 +63,7 @@ class Traced:
             self.sequences.setdefault(name, []).append(cell)
             mask[row, self.sequences[name]] = 0
         cells = [cell for _, cell in batch]
-        out = self.cache.step(rows[0], rows[1], cells, q, mask)
+        out = self.cache.step(rows[0], rows[1], cells, q, mask, by_copy=self.by_copy)
         with np.errstate(over="ignore"):
             halves = rows.astype(np.float32).astype(np.float16).astype(np.float64)
         for i, cell in enumerate(cells):
@@ -97,6 +98,21 @@ def test_the_last_and_first_tokens_of_a_sequence_are_exact(types):
     assert report().exact["held"] == 7
     trace.cache.close()
     assert report().exact["held"] == report().exact["bytes"] == 0
+
+
+def test_a_cache_written_by_copies_has_none_and_the_report_says_so():
+    """llama.cpp before August 2025 writes rows by CPY, not by SET_ROWS."""
+    enable(recent=5, sinks=2)
+    trace = Traced(("q4_0", "q8_0"))
+    before = report().exact
+    trace.go_on("a", 0, 9, lambda c: c)
+    assert report().exact["without"] == before["without"]
+    trace.cache.close()
+    trace = Traced(("q4_0", "q8_0"), by_copy=True)
+    trace.go_on("a", 0, 9, lambda c: [])
+    assert report().exact["without"] == before["without"] + 1
+    assert "nodes of quantized caches without exact rows" in str(report())
+    trace.cache.close()
 
 
 def test_sequences_that_alternate_have_their_own():

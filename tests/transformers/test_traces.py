@@ -79,11 +79,15 @@ class Talk:
 
     def generate(self, ids, tokens):
         asked = torch.cat([self.ids, ids], 1)
-        out = self.model.generate(
-            asked, attention_mask=self.mask(asked.shape[1]), past_key_values=self.cache,
-            max_new_tokens=tokens, do_sample=False, pad_token_id=0,
-        )  # fmt: skip
-        self.steps += [ids.shape[1]] + [1] * (tokens - 1)
+        count = self.model.register_forward_pre_hook(
+            lambda _, args, inputs: self.steps.append(inputs["input_ids"].shape[1]),
+            with_kwargs=True,
+        )
+        with count:
+            out = self.model.generate(
+                asked, attention_mask=self.mask(asked.shape[1]), past_key_values=self.cache,
+                max_new_tokens=tokens, do_sample=False, pad_token_id=0,
+            )  # fmt: skip
         self.ids = out[:, : self.length]
         self.cache.token_ids = out
 
@@ -216,6 +220,15 @@ def run(data, name, steps):
 
 MOVES = ["step", "step", "generate", "checkpoint", "branch", "crop", "crop", "keep_prefix", "save",
          "break off", "load", "load"]  # fmt: skip
+
+
+def test_steps_of_generate_are_those_of_the_model():
+    """Of a model with states, generate() reads a prompt's last token in a step of its own."""
+    talk = Talk(model_of("Qwen3_5Text"), {"dtype": "float16"}, True, 1, 0)
+    talk.step(prompt(1, 5)["input_ids"])
+    talk.generate(prompt(1, 2, seed=1)["input_ids"], 2)
+    assert talk.steps == [5, 1, 1, 1]
+    talk.check()
 
 
 @settings(max_examples=40, deadline=None)
