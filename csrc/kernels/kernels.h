@@ -109,8 +109,10 @@ typedef struct kvedge_block_codes {
   int8_t levels[16]; /* by code */
 } kvedge_block_codes;
 
-/* Is a level the one before it plus 1? */
-static inline int kvedge_levels_follow(const kvedge_block_codes *of) { return of->levels[15] - of->levels[0] == 15; }
+/* Are there no fifth bits, and is each level the one before it plus 1? */
+static inline int kvedge_codes_are_levels(const kvedge_block_codes *of) {
+  return !of->fifth && of->levels[15] - of->levels[0] == 15;
+}
 
 /* A tile: the rows of up to KVEDGE_TILE tokens, of one group of channels of one KV head, or of several groups of
  * KVEDGE_GROUP channels (head batch: of KVEDGE_HEADS heads side by side), as a table of blocks of KVEDGE_BLOCK tokens,

@@ -9,13 +9,12 @@
 #include "kernels/blocks.h"
 static const kvedge_cell int8_cell = KVEDGE_INT8_CELL;
 
-/* Products of other planes are those of int8. */
+/* Fifth bits, other levels and other planes are widened to int8's. */
 static void KVEDGE_NAME(scores_of_blocks)(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
-  const int n = q->num_queries, is_linear = kvedge_levels_follow(keys->codes);
-  if (q->planes != 2 || keys->codes->fifth) scores_of_blocks(&int8_cell, q, keys, scores);
-  else if (n > 2) (is_linear ? score_many_blocks : score_many_levels)(q, keys, scores);
-  else if (n == 2) (is_linear ? score_codes_2 : score_levels_2)(q, keys, scores);
-  else (is_linear ? score_codes_1 : score_levels_1)(q, keys, scores);
+  if (q->planes != 2 || !kvedge_codes_are_levels(keys->codes)) scores_of_blocks(&int8_cell, q, keys, scores);
+  else if (q->num_queries > 2) score_many_blocks(q, keys, scores);
+  else if (q->num_queries == 2) score_codes_2(q, keys, scores);
+  else score_codes_1(q, keys, scores);
 }
 
 static void KVEDGE_NAME(scores_of_block)(const kvedge_query *q, const kvedge_tile *keys, float *scores,
@@ -26,10 +25,10 @@ static void KVEDGE_NAME(scores_of_block)(const kvedge_query *q, const kvedge_til
 
 /* ---- Weighted sums ---- */
 
-/* Adds a block of two tokens, times the weights of `count` queries, to sums of 8 channels: (count, 4). (kind and count:
- * constants where this is inlined.) */
-KVEDGE_INLINE void add_two_blocks(const group_kind kind, __m256i table, const int8_t *first, const int8_t *second,
-                                  const int count, const int16_t *codes, __m256i (*sum)[4]) {
+/* Adds a block of two tokens, times the weights of `count` queries, to sums of 8 channels: (count, 4). (count: a
+ * constant where this is inlined.) */
+KVEDGE_INLINE void add_two_blocks(const int8_t *first, const int8_t *second, const int count, const int16_t *codes,
+                                  __m256i (*sum)[4]) {
   const __m128i a = _mm_loadu_si128((const __m128i *)first), b = _mm_loadu_si128((const __m128i *)second);
   const __m128i both[2] = {_mm_unpacklo_epi8(a, b), _mm_unpackhi_epi8(a, b)};
   __m256i weights[2];
@@ -42,7 +41,7 @@ KVEDGE_INLINE void add_two_blocks(const group_kind kind, __m256i table, const in
 #pragma GCC unroll 2
   for (int v = 0; v < 2; v++) {
     __m256i values[2]; /* channels 8 v.., and 16 + 8 v.. */
-    split_codes(kind, table, _mm256_cvtepu8_epi16(both[v]), values);
+    split_codes(_mm256_cvtepu8_epi16(both[v]), values);
 #pragma GCC unroll 2
     for (int h = 0; h < 2; h++)
 #pragma GCC unroll 2
@@ -51,9 +50,8 @@ KVEDGE_INLINE void add_two_blocks(const group_kind kind, __m256i table, const in
 }
 
 /* The values of a chunk's tokens, of a block `at` bytes into rows, added for `count` queries, one or two. (As before.) */
-KVEDGE_INLINE void sum_blocks(const group_kind kind, __m256i table, const kvedge_stretch *stretch,
-                              const kvedge_tile *values, int num_tokens, ptrdiff_t at, const int count,
-                              const int16_t *codes, const float *scale, const float *rescale,
+KVEDGE_INLINE void sum_blocks(const kvedge_stretch *stretch, const kvedge_tile *values, int num_tokens, ptrdiff_t at,
+                              const int count, const int16_t *codes, const float *scale, const float *rescale,
                               const kvedge_accumulators *to, float *acc) {
   const ptrdiff_t stride = values->token_stride;
   const int chains = count == 1 ? 2 : 1, of_block = (int)values->group_stride; /* chains: as in sum_groups() */
@@ -78,11 +76,11 @@ KVEDGE_INLINE void sum_blocks(const group_kind kind, __m256i table, const kvedge
     for (; t + 4 <= tokens; t += 4, codes += 4, row += 4 * stride) {
       if (next.first)
         for (int line = 0; line < 2; line++) kvedge_prefetch_line(next, of_block * t + line * (3 * of_block));
-      add_two_blocks(kind, table, row, row + stride, count, codes, sum[0]);
-      add_two_blocks(kind, table, row + 2 * stride, row + 3 * stride, count, codes + 2, sum[chains - 1]);
+      add_two_blocks(row, row + stride, count, codes, sum[0]);
+      add_two_blocks(row + 2 * stride, row + 3 * stride, count, codes + 2, sum[chains - 1]);
     }
     for (; t < tokens; t += 2, codes += 2, row += 2 * stride) /* the weight of one past the last is 0 */
-      add_two_blocks(kind, table, row, t + 1 < tokens ? row + stride : row, count, codes, sum[0]);
+      add_two_blocks(row, t + 1 < tokens ? row + stride : row, count, codes, sum[0]);
   }
 #pragma GCC unroll 2
   for (int i = 0; i < count; i++)
@@ -93,11 +91,9 @@ KVEDGE_INLINE void sum_blocks(const group_kind kind, __m256i table, const kvedge
     }
 }
 
-/* Half of a block of the tokens of a chunk, 16 channels, as sum_groups() keeps them. (kind, half: constants where this is
- * inlined.) */
-KVEDGE_INLINE void keep_half(const group_kind kind, __m256i table, const kvedge_stretch *stretch,
-                             const kvedge_tile *values, int num_tokens, ptrdiff_t at, const int half,
-                             __m256i (*kept)[2]) {
+/* Half of a block of the tokens of a chunk, 16 channels, as sum_groups() keeps them. */
+static __attribute__((noinline)) void keep_half(const kvedge_stretch *stretch, const kvedge_tile *values,
+                                                int num_tokens, ptrdiff_t at, int half, __m256i (*kept)[2]) {
   const ptrdiff_t stride = values->token_stride;
   const __m256i lowest = _mm256_set1_epi16(values->codes->levels[0]);
   for (int left = num_tokens, tokens; left > 0; left -= tokens, stretch++) {
@@ -111,85 +107,57 @@ KVEDGE_INLINE void keep_half(const group_kind kind, __m256i table, const kvedge_
       const __m128i both[2] = {_mm_unpacklo_epi8(a, b), _mm_unpackhi_epi8(a, b)};
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
-        __m256i of[2];
-        split_codes(kind, table, _mm256_cvtepu8_epi16(both[v]), of);
-        (*kept)[v] = _mm256_add_epi16(of[half], lowest);
+        const __m256i codes = _mm256_srl_epi16(_mm256_cvtepu8_epi16(both[v]), _mm_cvtsi32_si128(4 * half));
+        (*kept)[v] = _mm256_add_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(15)), lowest);
       }
     }
   }
 }
 
-/* The same as sum_blocks() for more queries, whose codes and scales are rows. */
-KVEDGE_INLINE void sum_kept_blocks(const group_kind kind, __m256i table, const kvedge_stretch *stretch,
-                                   const kvedge_tile *values, int num_tokens, ptrdiff_t at, int n, const int16_t *codes,
-                                   const float *scale, const float *rescale, const kvedge_accumulators *to,
-                                   float *acc) {
-  static const int32_t start[SUM_QUERIES];
-  __m256i kept[TOGETHER / 2][2];
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; half++, acc += 16) {
-    keep_half(kind, table, stretch, values, num_tokens, at, half, kept);
-#define SUM_KEPT(count)                                                                                                \
-  sum_groups(8, stretch, 0, num_tokens, 0, KEPT, kept, 1, 16, count, codes + i * KVEDGE_TILE, start,                   \
-             scale + i * KVEDGE_TILE_BLOCKS, rescale + i, acc + i * to->stride, to->stride)
-    int i = 0;
-    BY_FOURS(n, SUM_KEPT)
-#undef SUM_KEPT
-  }
-}
-
-/* As sum_few(), of any number of queries. (kind: a constant where this is inlined.) */
-KVEDGE_INLINE void sum_few_blocks(const group_kind kind, const kvedge_probabilities *p, const kvedge_tile *values,
-                                  const kvedge_accumulators *to) {
-  static const float one[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                               1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+/* As sum_few(), of any number of queries. */
+static void sum_codes_of_blocks(const kvedge_probabilities *p, const kvedge_tile *values,
+                                const kvedge_accumulators *to) {
   const int n = p->num_queries, together = p->planes == 3 ? TOGETHER / 2 : TOGETHER;
   const int num_groups = values->dim / KVEDGE_GROUP, at_a_time = KVEDGE_QUERY_ROWS / n;
   const kvedge_next_tile next = kvedge_next_of(values, (int)(num_groups * values->group_stride));
-  const __m256i table = kind == OF_LEVELS ? levels_above(values->codes) : _mm256_setzero_si256();
   tile_weights *weights = (void *)p->scratch;
   for (int first = 0, groups; first < num_groups; first += groups) {
     groups = num_groups - first < at_a_time ? num_groups - first : at_a_time;
     quantize_weights_of(p, values, together, first, groups, 1, weights);
     for (int t = 0, k = 0; t < values->num_tokens; t += together, k++) {
       const int num_tokens = values->num_tokens - t < together ? values->num_tokens - t : together;
+      const float *rescale = t > 0 ? ones : to->rescale;
       kvedge_stretch stretches[TOGETHER / KVEDGE_BLOCK];
       for (int i = 0, start = t; start < t + num_tokens; start += stretches[i++].num_tokens)
         stretches[i] = kvedge_stretch_of(values, &next, start, t + num_tokens);
-      for (int g = 0; g < groups; g++)
-        for (int i = 0; i < n; i += 2) {
-          const int row = g * n + i;
-          if (n > SUM_QUERIES) {
-            sum_kept_blocks(kind, table, stretches, values, num_tokens, (first + g) * values->group_stride, n,
-                            weights->codes[row] + t, weights->scale[row] + k, t > 0 ? one : to->rescale, to,
-                            to->acc + (first + g) * KVEDGE_GROUP);
-            break;
+      for (int g = 0; g < groups; g++) {
+        const ptrdiff_t at = (first + g) * values->group_stride;
+        const int16_t *codes = weights->codes[g * n] + t;
+        const float *scale = weights->scale[g * n] + k;
+        float *acc = to->acc + (first + g) * KVEDGE_GROUP;
+        if (n > SUM_QUERIES) {
+          __m256i kept[TOGETHER / 2][2];
+          for (int half = 0; half < 2; half++) {
+            keep_half(stretches, values, num_tokens, at, half, kept);
+            sum_kept(num_tokens, kept, 16, n, codes, scale, rescale, acc + 16 * half, to->stride);
           }
-#define SUM_BLOCKS(count)                                                                                              \
-  sum_blocks(kind, table, stretches, values, num_tokens, (first + g) * values->group_stride, count,                    \
-             weights->codes[row] + t, weights->scale[row] + k, (t > 0 ? one : to->rescale) + i, to,                    \
-             to->acc + i * to->stride + (first + g) * KVEDGE_GROUP)
-          if (n - i >= 2) SUM_BLOCKS(2);
-          else SUM_BLOCKS(1);
-#undef SUM_BLOCKS
+          continue;
         }
+#define SUM_BLOCKS(count)                                                                                              \
+  sum_blocks(stretches, values, num_tokens, at, count, codes + i * KVEDGE_TILE, scale + i * KVEDGE_TILE_BLOCKS,        \
+             rescale + i, to, acc + i * to->stride)
+        int i = 0;
+        for (; i + 2 <= n; i += 2) SUM_BLOCKS(2);
+        if (i < n) SUM_BLOCKS(1);
+#undef SUM_BLOCKS
+      }
     }
   }
 }
 
-static __attribute__((noinline)) void sum_few_codes(const kvedge_probabilities *p, const kvedge_tile *values,
-                                                    const kvedge_accumulators *to) {
-  sum_few_blocks(OF_CODES, p, values, to);
-}
-
-static __attribute__((noinline)) void sum_few_levels(const kvedge_probabilities *p, const kvedge_tile *values,
-                                                     const kvedge_accumulators *to) {
-  sum_few_blocks(OF_LEVELS, p, values, to);
-}
-
 static void KVEDGE_NAME(weighted_sum_of_blocks)(const kvedge_probabilities *p, const kvedge_tile *values,
                                                 const kvedge_accumulators *to) {
-  const int is_few = p->planes == 2 || (p->planes == 3 && p->by_32);
-  if (!is_few || values->codes->fifth) weighted_sum_of_blocks(&int8_cell, p, values, to);
-  else (kvedge_levels_follow(values->codes) ? sum_few_codes : sum_few_levels)(p, values, to);
+  const int are_15_bits = p->planes == 2 || (p->planes == 3 && p->by_32);
+  if (are_15_bits && kvedge_codes_are_levels(values->codes)) sum_codes_of_blocks(p, values, to);
+  else weighted_sum_of_blocks(&int8_cell, p, values, to);
 }

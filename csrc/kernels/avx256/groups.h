@@ -4,32 +4,24 @@
  * Sums of integers of a group become floats and are added up times the group's scale: of few queries lane by lane, so that
  * sums go across lanes once per row; of many, whose keys are transposed, token by token.
  *
- * Blocks become integers of 16 bits, which are not negative: codes, or levels above the lowest one. What a lowest level of 0
- * adds is taken off where sums start.
+ * Codes of blocks become integers of 16 bits, which are not negative. What a lowest level below 0 takes off is where sums
+ * start.
  */
 enum { GROUP_COLUMNS = KVEDGE_GROUP / 4, GROUP_PAIRS = KVEDGE_GROUP / 2 };
 
-/* What groups hold: bytes; codes of 4 bits, whose levels follow each other; or codes of any levels. */
-typedef enum { OF_BYTES, OF_CODES, OF_LEVELS } group_kind;
-
-/* Levels above the lowest, by code. */
-KVEDGE_INLINE __m256i levels_above(const kvedge_block_codes *of) {
-  const __m128i levels = _mm_loadu_si128((const __m128i *)of->levels);
-  return _mm256_broadcastsi128_si256(_mm_sub_epi8(levels, _mm_set1_epi8(of->levels[0])));
-}
+/* What groups hold: bytes, or codes of 4 bits whose levels follow each other. */
+typedef enum { OF_BYTES, OF_CODES } group_kind;
 
 /* Lanes of 16 bits that hold a byte with two codes each: the lower ones, and the upper ones. */
-KVEDGE_INLINE void split_codes(const group_kind kind, __m256i table, __m256i both, __m256i out[2]) {
+KVEDGE_INLINE void split_codes(__m256i both, __m256i out[2]) {
   out[0] = _mm256_and_si256(both, _mm256_set1_epi16(15)), out[1] = _mm256_srli_epi16(both, 4);
-#pragma GCC unroll 2
-  for (int j = 0; j < 2 && kind == OF_LEVELS; j++) out[j] = _mm256_shuffle_epi8(table, out[j]);
 }
 
 /* Adds the products of a group of `rows` tokens, times their scales, to sums of floats: (count, rows). Sums of blocks start
  * at `start`: (count, KVEDGE_GROUPS). (Constants where this is inlined: kind; count, rows, together 4 sums.) */
-KVEDGE_INLINE void dot_group(const group_kind kind, __m256i table, const int32_t *start, const int8_t *codes,
-                             ptrdiff_t stride, const int count, const int rows, const int8_t *const *row,
-                             const float *k_scale, __m256 *total) {
+KVEDGE_INLINE void dot_group(const group_kind kind, const int32_t *start, const int8_t *codes, ptrdiff_t stride,
+                             const int count, const int rows, const int8_t *const *row, const float *k_scale,
+                             __m256 *total) {
   __m256i sum[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++)
@@ -38,7 +30,7 @@ KVEDGE_INLINE void dot_group(const group_kind kind, __m256i table, const int32_t
 #pragma GCC unroll 4
   for (int t = 0; t < rows && kind != OF_BYTES; t++) {
     __m256i key[2];
-    split_codes(kind, table, _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)row[t])), key);
+    split_codes(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)row[t])), key);
 #pragma GCC unroll 2
     for (int j = 0; j < 2; j++)
 #pragma GCC unroll 4
@@ -91,7 +83,6 @@ KVEDGE_INLINE void score_groups(const group_kind kind, const kvedge_query *q, co
   const int tokens = SCORES / count, half = tokens / 2, num_groups = q->dim / KVEDGE_GROUP;
   const int row_bytes = (int)(num_groups * keys->group_stride);
   const kvedge_next_tile next = kvedge_next_of(keys, row_bytes);
-  const __m256i table = kind == OF_LEVELS ? levels_above(keys->codes) : _mm256_setzero_si256();
   int32_t start_of[2 * KVEDGE_GROUPS];
   if (kind != OF_BYTES) start_blocks(q, keys, start_of);
   float unit[SCORES]; /* (count, tokens) */
@@ -116,7 +107,7 @@ KVEDGE_INLINE void score_groups(const group_kind kind, const kvedge_query *q, co
 #pragma GCC unroll 8
         for (int i = 0; i < SCORES; i++) of_half[i] = _mm256_setzero_ps();
         for (int g = 0; g < num_groups; g++, codes += group_codes, k_scale += keys->scale_stride) {
-          dot_group(kind, table, start_of + g, codes, stride, count, half, row, k_scale, of_half);
+          dot_group(kind, start_of + g, codes, stride, count, half, row, k_scale, of_half);
 #pragma GCC unroll 4
           for (int j = 0; j < half; j++) row[j] += keys->group_stride;
         }
@@ -143,18 +134,15 @@ SCORE_GROUPS(score_groups_1, OF_BYTES, 1)
 SCORE_GROUPS(score_groups_2, OF_BYTES, 2)
 SCORE_GROUPS(score_codes_1, OF_CODES, 1)
 SCORE_GROUPS(score_codes_2, OF_CODES, 2)
-SCORE_GROUPS(score_levels_1, OF_LEVELS, 1)
-SCORE_GROUPS(score_levels_2, OF_LEVELS, 2)
 #undef SCORE_GROUPS
 
 /* ---- Many queries ---- */
 
 /* Two channels of 8 tokens: pair 0 to 3 of eight, of those in a column with two codes to a byte, lower codes are the even
  * pairs'. */
-KVEDGE_INLINE __m256i pair_of_codes(const group_kind kind, __m256i table, __m256i column, const int pair) {
+KVEDGE_INLINE __m256i pair_of_codes(__m256i column, const int pair) {
   if (pair > 0) column = _mm256_srli_epi16(column, pair == 1 ? 4 : pair == 2 ? 8 : 12);
-  if (pair < 3) column = _mm256_and_si256(column, _mm256_set1_epi16(15));
-  return kind == OF_LEVELS ? _mm256_shuffle_epi8(table, column) : column;
+  return pair < 3 ? _mm256_and_si256(column, _mm256_set1_epi16(15)) : column;
 }
 
 /* Codes of queries in the order of these pairs. */
@@ -173,7 +161,7 @@ static __attribute__((noinline)) void pair_codes_of_blocks(const kvedge_query *q
 }
 
 /* Scores of a block for `count` queries. (kind and count: constants where this is inlined.) */
-KVEDGE_INLINE void score_groups_of_block(const group_kind kind, __m256i table, const int32_t *start, const int count,
+KVEDGE_INLINE void score_groups_of_block(const group_kind kind, const int32_t *start, const int count,
                                          const int32_t *codes, const __m256i *columns, int num_groups,
                                          const float *unit, const float *k_scale, ptrdiff_t scale_stride,
                                          float *scores) {
@@ -197,8 +185,8 @@ KVEDGE_INLINE void score_groups_of_block(const group_kind kind, __m256i table, c
         __m256i key[VECTORS];
 #pragma GCC unroll 2
         for (int j = 0; j < VECTORS; j++)
-          key[j] = kind == OF_BYTES ? pair_of_column(8, columns[c / 2 * VECTORS + j], c % 2)
-                                    : pair_of_codes(kind, table, columns[j], c);
+          key[j] =
+              kind == OF_BYTES ? pair_of_column(8, columns[c / 2 * VECTORS + j], c % 2) : pair_of_codes(columns[j], c);
 #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
           const __m256i pair = _mm256_set1_epi32(codes[i * num_pairs + c]);
@@ -223,7 +211,6 @@ KVEDGE_INLINE void score_groups_of_many(const group_kind kind, const kvedge_quer
                                         float *scores) {
   const int n = q->num_queries, num_groups = q->dim / KVEDGE_GROUP, num_pairs = num_groups * GROUP_PAIRS;
   const int bits = kind == OF_BYTES ? 8 : 4, gap = (int)keys->group_stride - KVEDGE_GROUP * bits / 8;
-  const __m256i table = kind == OF_LEVELS ? levels_above(keys->codes) : _mm256_setzero_si256();
   struct {
     __m256i columns[KVEDGE_GROUPS * GROUP_COLUMNS * VECTORS];
     char rows[KVEDGE_BLOCK * KVEDGE_GROUPS * (KVEDGE_GROUP + 4)];
@@ -245,9 +232,8 @@ KVEDGE_INLINE void score_groups_of_many(const group_kind kind, const kvedge_quer
   for (int t = 0; t < keys->num_tokens; t += KVEDGE_BLOCK) {
     transpose_block_avx256(bits, 0, keys, t, gap, (char *)room->columns, room->rows);
 #define SCORE_BLOCK(count)                                                                                             \
-  score_groups_of_block(kind, table, room->start + i * KVEDGE_GROUPS, count, room->codes + i * num_pairs,              \
-                        room->columns, num_groups, unit + i, keys->scales + t, keys->scale_stride,                     \
-                        scores + i * KVEDGE_TILE + t)
+  score_groups_of_block(kind, room->start + i * KVEDGE_GROUPS, count, room->codes + i * num_pairs, room->columns,      \
+                        num_groups, unit + i, keys->scales + t, keys->scale_stride, scores + i * KVEDGE_TILE + t)
     int i = 0;
     BY_FOURS(n, SCORE_BLOCK)
 #undef SCORE_BLOCK
@@ -260,7 +246,6 @@ KVEDGE_INLINE void score_groups_of_many(const group_kind kind, const kvedge_quer
   }
 SCORE_GROUPS(score_many_groups, OF_BYTES)
 SCORE_GROUPS(score_many_blocks, OF_CODES)
-SCORE_GROUPS(score_many_levels, OF_LEVELS)
 #undef SCORE_GROUPS
 
 static void KVEDGE_NAME(scores_of_groups)(const kvedge_query *q, const kvedge_tile *keys, float *scores) {

@@ -127,7 +127,6 @@ typedef struct {
   lines_ahead *ahead;
   ptrdiff_t at, to_second; /* bytes from a row's first block to the one at hand, and from this to the second */
   int together;
-  __m512i table;
   block_weights *w;
 } block_pair;
 
@@ -136,8 +135,8 @@ typedef enum { ROWS, ROWS_KEPT, KEPT } row_source;
 
 /* Sums over a tile of queries first..first+count-1, times their scales: of channels 4 c.. of both blocks from half 16
  * `half` on, (count, halves, 4). (All but `first` and, if halves is 1, `half`: constants where this is inlined.) */
-KVEDGE_INLINE void add_blocks(const int linear, const block_pair *b, const row_source source, const int count,
-                              const int halves, int first, int half, __m512 (*totals)[2][4]) {
+KVEDGE_INLINE void add_blocks(const block_pair *b, const row_source source, const int count, const int halves,
+                              int first, int half, __m512 (*totals)[2][4]) {
   const kvedge_tile *values = b->values;
   const __m128i shift = _mm_cvtsi32_si128(4 * half);
   block_weights *w = b->w;
@@ -185,7 +184,6 @@ KVEDGE_INLINE void add_blocks(const int linear, const block_pair *b, const row_s
         for (int h = 0; h < halves; h++) {
           __m512i codes = halves == 1 ? _mm512_srl_epi16(both[c], shift) : h ? _mm512_srli_epi16(both[c], 4) : both[c];
           codes = _mm512_and_si512(codes, _mm512_set1_epi8(15));
-          if (!linear) codes = _mm512_shuffle_epi8(b->table, codes);
 #pragma GCC unroll 3
           for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
@@ -219,41 +217,32 @@ KVEDGE_INLINE void add_totals(const __m512 total[4], int has_second, float resca
                      _mm512_fmadd_ps(_mm512_loadu_ps(acc), _mm512_set1_ps(rescale), _mm512_castsi512_ps(of_block[b])));
 }
 
-#define ADD_BLOCKS(name, linear, source, count, halves)                                                                \
+#define ADD_BLOCKS(name, source, count, halves)                                                                        \
   static __attribute__((noinline)) void name(const block_pair *b, int first, int half, __m512(*totals)[2][4]) {        \
-    add_blocks(linear, b, source, count, halves, first, half, totals);                                                 \
+    add_blocks(b, source, count, halves, first, half, totals);                                                         \
   }
-ADD_BLOCKS(codes_of_one, 1, ROWS, 1, 2)
-ADD_BLOCKS(codes_of_two, 1, ROWS_KEPT, 2, 1)
-ADD_BLOCKS(codes_of_three, 1, ROWS_KEPT, 3, 1)
-ADD_BLOCKS(kept_codes_of_two, 1, KEPT, 2, 1)
-ADD_BLOCKS(kept_codes_of_three, 1, KEPT, 3, 1)
-ADD_BLOCKS(levels_of_one, 0, ROWS, 1, 2)
-ADD_BLOCKS(levels_of_two, 0, ROWS_KEPT, 2, 1)
-ADD_BLOCKS(levels_of_three, 0, ROWS_KEPT, 3, 1)
-ADD_BLOCKS(kept_levels_of_two, 0, KEPT, 2, 1)
-ADD_BLOCKS(kept_levels_of_three, 0, KEPT, 3, 1)
+ADD_BLOCKS(add_to_one, ROWS, 1, 2)
+ADD_BLOCKS(add_to_two, ROWS_KEPT, 2, 1)
+ADD_BLOCKS(add_to_three, ROWS_KEPT, 3, 1)
+ADD_BLOCKS(add_kept_to_two, KEPT, 2, 1)
+ADD_BLOCKS(add_kept_to_three, KEPT, 3, 1)
 #undef ADD_BLOCKS
 
-typedef void add_function(const block_pair *b, int first, int half, __m512 (*totals)[2][4]);
-
 int sum_few_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values, const kvedge_accumulators *to) {
-  static add_function *const of_one[2] = {levels_of_one, codes_of_one};
-  static add_function *const of_several[2][2][2] = {
-      {{levels_of_two, levels_of_three},           {codes_of_two, codes_of_three}          },
-      {{kept_levels_of_two, kept_levels_of_three}, {kept_codes_of_two, kept_codes_of_three}}
+  typedef void add_function(const block_pair *b, int first, int half, __m512(*totals)[2][4]);
+  static add_function *const of_several[2][2] = {
+      {add_to_two,      add_to_three     },
+      {add_kept_to_two, add_kept_to_three}
   };
-  const int n = p->num_queries, num_groups = values->dim / KVEDGE_GROUP, linear = kvedge_levels_follow(values->codes);
-  const int together = p->planes == 3 ? 32 : 64, zero = linear ? -values->codes->levels[0] : 128;
-  if (values->codes->fifth || n > SEVERAL_QUERIES || values->num_tokens % BLOCK) return 0;
+  const int n = p->num_queries, num_groups = values->dim / KVEDGE_GROUP;
+  const int together = p->planes == 3 ? 32 : 64, zero = -values->codes->levels[0];
+  if (!kvedge_codes_are_levels(values->codes) || n > SEVERAL_QUERIES || values->num_tokens % BLOCK) return 0;
   if (p->planes != 2 && (p->planes != 3 || !p->by_32)) return 0;
   char *scratch = p->scratch;
-  const __m128i levels = _mm_loadu_si128((const __m128i *)values->codes->levels);
   lines_ahead ahead = lines_of(values, (int)(num_groups * values->group_stride));
   block_pair b = {.values = values,
                   .ahead = &ahead,
                   .together = together,
-                  .table = _mm512_broadcast_i32x4(_mm_xor_si128(levels, _mm_set1_epi8((char)0x80))),
                   .w = kvedge_take_scratch(&scratch, sizeof(block_weights))};
   for (int g = 0; g < num_groups; g += 2, b.at += 2 * values->group_stride) {
     const float *scales = values->scales + g * values->scale_stride;
@@ -265,7 +254,7 @@ int sum_few_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *
       __m512 totals[2][SUM_QUERIES][2][4]; /* by half where there are several queries */
       count = (n - i + passes - 1) / passes;
       for (int half = 0; half < (count > 1 ? 2 : 1); half++)
-        (count == 1 ? of_one[linear] : of_several[i + half > 0][linear][count - 2])(&b, i, half, totals[half]);
+        (count == 1 ? add_to_one : of_several[i + half > 0][count - 2])(&b, i, half, totals[half]);
       for (int j = 0; j < count; j++)
         for (int half = 0; half < 2; half++)
           add_totals(count == 1 ? totals[0][0][half] : totals[half][j][0], has_second, to->rescale[i + j],

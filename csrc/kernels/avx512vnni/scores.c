@@ -483,14 +483,12 @@ void scores_of_groups_avx512vnni(const kvedge_query *q, const kvedge_tile *keys,
 
 /* ---- ggml's blocks: codes are unsigned as they are ---- */
 
-/* Scores of whole blocks of tokens for `count` queries from `first` on, in two planes. (linear and count: constants where
- * this is inlined.) */
-KVEDGE_INLINE void score_codes_of(const int linear, const kvedge_query *q, int first, const int count,
-                                  const kvedge_tile *keys, int num_tokens, lines_ahead *ahead, float *scores) {
+/* Scores of whole blocks of tokens for `count` queries from `first` on, in two planes. (count: a constant where this is
+ * inlined.) */
+KVEDGE_INLINE void score_codes_of(const kvedge_query *q, int first, const int count, const kvedge_tile *keys,
+                                  int num_tokens, lines_ahead *ahead, float *scores) {
   const int num_groups = q->dim / KVEDGE_GROUP, chains = count <= 2 ? 2 : 1; /* as in score_blocks() */
-  const int zero = linear ? -keys->codes->levels[0] : 128;
-  const __m128i levels = _mm_loadu_si128((const __m128i *)keys->codes->levels);
-  const __m512i table = _mm512_broadcast_i32x4(_mm_xor_si128(levels, _mm_set1_epi8((char)0x80)));
+  const int zero = -keys->codes->levels[0];
   const ptrdiff_t key_stride = keys->token_stride;
   ptrdiff_t stride = KVEDGE_QUANTIZED_BYTES * q->stride, three_strides = 3 * stride;
   OPAQUE(three_strides);
@@ -537,7 +535,6 @@ KVEDGE_INLINE void score_codes_of(const int linear, const kvedge_query *q, int f
         for (int half = 0; half < 2; half++) {
           __m512i key = half ? _mm512_srli_epi16(column[c], 4) : column[c];
           key = _mm512_and_si512(key, _mm512_set1_epi8(15));
-          if (!linear) key = _mm512_shuffle_epi8(table, key);
 #pragma GCC unroll 4
           for (int i = 0; i < count; i++)
 #pragma GCC unroll 2
@@ -561,30 +558,15 @@ KVEDGE_INLINE void score_codes_of(const int linear, const kvedge_query *q, int f
   }
 }
 
-/* Of all queries, four at a time. (linear: a constant where this is inlined.) */
-KVEDGE_INLINE void score_codes(const int linear, const kvedge_query *q, const kvedge_tile *keys, int num_tokens,
-                               float *scores) {
+int score_few_blocks_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
+  const int whole = keys->num_tokens / BLOCK * BLOCK;
+  if (q->planes != 2 || !kvedge_codes_are_levels(keys->codes) || q->num_queries > SEVERAL_QUERIES || whole == 0)
+    return 0;
   lines_ahead ahead = lines_of(keys, (int)(q->dim / KVEDGE_GROUP * keys->group_stride));
-#define SCORE_CODES(count) score_codes_of(linear, q, i, count, keys, num_tokens, &ahead, scores)
+#define SCORE_CODES(count) score_codes_of(q, i, count, keys, whole, &ahead, scores)
   int i = 0;
   BY_FOURS(q->num_queries, SCORE_CODES)
 #undef SCORE_CODES
-}
-
-static __attribute__((noinline)) void score_linear(const kvedge_query *q, const kvedge_tile *keys, int num_tokens,
-                                                   float *scores) {
-  score_codes(1, q, keys, num_tokens, scores);
-}
-
-static __attribute__((noinline)) void score_levels(const kvedge_query *q, const kvedge_tile *keys, int num_tokens,
-                                                   float *scores) {
-  score_codes(0, q, keys, num_tokens, scores);
-}
-
-int score_few_blocks_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores) {
-  const int whole = keys->num_tokens / BLOCK * BLOCK;
-  if (q->planes != 2 || keys->codes->fifth || q->num_queries > SEVERAL_QUERIES || whole == 0) return 0;
-  (kvedge_levels_follow(keys->codes) ? score_linear : score_levels)(q, keys, whole, scores);
   return whole;
 }
 
