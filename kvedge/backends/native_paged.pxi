@@ -18,7 +18,7 @@ cdef class _BlockStore(LayerStore):
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
 
-    def settle(self):
+    def quiesce(self):
         with nogil:
             kvedge_quiesce()
 

@@ -48,7 +48,7 @@ def append(
     stop = start + n
     block = _unwritable(pool, sequence, layer, start, start)
     if block is None and start == sequence.resumed:
-        pool.settle()  # calls that read these rows have ended, late helpers may not have
+        pool.quiesce()  # calls that read these rows have ended, late helpers may not have
     num_new = max(0, pool.blocks_for(stop) - len(sequence.table))
     if num_new or block is not None:
         _append_to_new_blocks(pool, sequence, layer, num_new, block, key_rows, value_rows)
@@ -107,7 +107,7 @@ def _append_with_parts(
     block = _unwritable(pool, sequence, layer, plan.start, token) if writes else None
     num_new = max(0, pool.blocks_for(plan.stop) - len(table))
     if plan.start == sequence.resumed:
-        pool.settle()  # calls that read these rows have ended, late helpers may not have
+        pool.quiesce()  # calls that read these rows have ended, late helpers may not have
     if num_new == 0 and block is None and plan.is_in_place and not plan.writes_run:
         parts.write(plan, plan.before.table, layer, rows, None)
         if not in_runs:
@@ -181,7 +181,7 @@ def _own(pool: PoolState, table: np.ndarray, block: int) -> None:
     """Let a block be written over that others could find by its token ids."""
     if table[block] in pool.blocks.prefixes:
         pool.blocks.forget(int(table[block]))
-    pool.settle()  # as for other rows written in place
+    pool.quiesce()  # as for other rows written in place
 
 
 def _longer(

@@ -95,7 +95,7 @@ class PartBlocks:
         self.config = own
         maps = [part_key_map(config, KeyMap(None, scale)) for scale in scales]
         self.stores = new_stores(own, [key_map.scale for key_map in maps])
-        self.blocks = BlockOwners(num_blocks, readings, self.stores[0].settle, of_parts=True)
+        self.blocks = BlockOwners(num_blocks, readings, self.stores[0].quiesce, of_parts=True)
         self._readings = readings
 
     @property

@@ -52,9 +52,9 @@ class PoolState:
         self.block_size = block_size
         own = config.runs(config.capacity) if config.in_runs else config.plain
         self.stores = new_stores(own, key_scales)  # one for each layer
-        self.settle = self.stores[0].settle  # waits for late helper threads of calls that ended
+        self.quiesce = self.stores[0].quiesce  # waits for late helper threads of calls that ended
         self.readings = Readings()
-        self.blocks = KnownBlocks(num_blocks, block_size, max_pinned, self.readings, self.settle)
+        self.blocks = KnownBlocks(num_blocks, block_size, max_pinned, self.readings, self.quiesce)
         self.parts: PartBlocks | None = None
         if num_part_blocks:
             self.parts = PartBlocks(config, key_scales, num_part_blocks, self.readings)

@@ -450,7 +450,7 @@ class KvedgeLayer(CacheLayerMixin):
     def lose_before(self, dropped: list[int]) -> None:
         """Let rows that were read from a file have dropped so many tokens each.
 
-        What goes by positions, such as a key scale that the first tokens settle, is then as it was.
+        What goes by positions, such as a key scale that the first tokens fix, is then as it was.
 
         Raises
         ------
