@@ -355,7 +355,7 @@ cdef class LayerStore:
             other = self._writing
             self._writing = _process
         if other and other != _process:  # a thread of the parent's, at the fork
-            self.set_len(self.held().num_tokens)  # without what it had not come to the end of
+            self.set_len(self.view().num_tokens)  # without what it had not come to the end of
         return other != _process
 
     cdef void _end_writing(self) noexcept:
@@ -381,17 +381,17 @@ cdef class LayerStore:
         """Tokens stored."""
         return kvedge_layer_len(self._opened().layer)
 
-    def held(self):
+    def view(self):
         cdef _Handle handle = self._opened()
         cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
-        return memory.Held(handle.slabs, start, length, handle.dropped + start, handle, handle.key_map)
+        return memory.LayerView(handle.slabs, start, length, handle.dropped + start, handle, handle.key_map)
 
     def snapshot(self, end=None):
         cdef _Handle handle = self._opened()
         cdef kvedge_ranges r
         cdef int64_t start
         if handle.apart is None:
-            return self.held()
+            return self.view()
         handle = _again(handle, handle.last_room - self._kept)
         kvedge_layer_range(handle.layer, &start)
         if end is not None:
@@ -404,7 +404,7 @@ cdef class LayerStore:
         parts = Parts(
             first, handle.dropped + r.first_row, last, handle.dropped + r.last_from,
             handle.body if self._in_runs else None, handle.dropped)
-        return memory.Held(
+        return memory.LayerView(
             handle.slabs, r.start, r.stop - r.start, handle.dropped + r.start, handle, handle.key_map, parts)
 
     def end(self):
@@ -797,9 +797,9 @@ cdef class LayerStore:
 
     # ---- tokens out ------------------------------------------------------------------------------
 
-    def dequantize(self, held, bint values, int64_t start, int64_t stop, out):
-        cdef _Handle handle = held.source
-        cdef int64_t first_row = held.start
+    def dequantize(self, view, bint values, int64_t start, int64_t stop, out):
+        cdef _Handle handle = view.source
+        cdef int64_t first_row = view.start
         cdef float *data = _floats(out)
         cdef kvedge_status status
         with nogil:
@@ -955,14 +955,14 @@ cdef class LayerStore:
         cdef float *query_data
         cdef int num_heads = <int>(<cnp.ndarray>query).shape[0]
         cdef kvedge_status status
-        held = self.held()
-        handle = held.source
-        out = np.empty((num_heads, held.num_tokens), np.float32)
+        view = self.view()
+        handle = view.source
+        out = np.empty((num_heads, view.num_tokens), np.float32)
         checks.check_finite(query, "query")
-        for start, stop, turn in ranges_of(self.turns, held.num_dropped, 0, held.num_tokens):
+        for start, stop, turn in ranges_of(self.turns, view.num_dropped, 0, view.num_tokens):
             rows = to_float32(turned(turn, query, back=True)) if turn else query
             query_data = _floats(rows)
-            first_row, num_tokens = held.start + start, stop - start
+            first_row, num_tokens = view.start + start, stop - start
             logits = np.empty((num_heads, num_tokens), np.float32)
             status = kvedge_scores(
                 handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(logits))

@@ -57,8 +57,8 @@ cdef object _attend_to(
         lengths.append(length)
         first_rows.append(first_row)
         if (<LayerStore>layer)._window is not None and handle.dropped + first_row > 0:
-            held = memory.Held(None, first_row, length, handle.dropped + first_row, None, None)
-            checks.check_reach((<LayerStore>layer).config, held, n_rows, window, sink_tokens)
+            view = memory.LayerView(None, first_row, length, handle.dropped + first_row, None, None)
+            checks.check_reach((<LayerStore>layer).config, view, n_rows, window, sink_tokens)
     kvedge_attention_defaults(&c_options)
     reads = ()
     made = None  # keeps their arrays

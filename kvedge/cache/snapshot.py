@@ -167,9 +167,9 @@ class KvCacheSnapshot:
             )
         self._refuse_stale()
         if alone and self._pending:
-            held = "was" if len(self._pending) == 1 else "were"
+            verb = "was" if len(self._pending) == 1 else "were"
             raise LayersOutOfStepError(
-                f"detach() would lose tokens: {layer_names(list(self._pending))} {held} "
+                f"detach() would lose tokens: {layer_names(list(self._pending))} {verb} "
                 f"beyond position {self._length} when this snapshot was taken: advance() over them "
                 "or truncate() first, and take another"
             )

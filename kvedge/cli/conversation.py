@@ -90,7 +90,7 @@ class Conversation:
         self._keep = self._keep_asked = keep
         self._parse_special = parse_special
         self._options = options
-        self._held: list[int] = []  # tokens in the cache, in its order, then those to come
+        self._context: list[int] = []  # tokens in the cache, in its order, then those to come
         self._text: str | None = ""  # what they say; None: not what the template would write
         self._exact = 0  # first of them whose rows are those of a fresh run
         self._shifts = 0
@@ -123,7 +123,7 @@ class Conversation:
 
         messages = [*self.messages, {"role": "user", "content": text}]
         rendered, tokens, kept = self._rendered(messages)
-        mark = _Mark(len(self.messages), len(self._held), self._text, self._shifts)
+        mark = _Mark(len(self.messages), len(self._context), self._text, self._shifts)
         if self._keep == -1:
             self._keep = min(len(tokens), self.limit - 2)
         try:
@@ -137,9 +137,9 @@ class Conversation:
         answer = ""
         generation = generate(
             self.model,
-            prompt=self._held[len(self.cache) :],
+            prompt=self._context[len(self.cache) :],
             cache=self.cache,
-            before=self._held[: len(self.cache)],
+            before=self._context[: len(self.cache)],
             sampler=self._sampler,
             context_shift=self._keep is not None,
             keep_tokens=self._keep or 0,
@@ -173,18 +173,18 @@ class Conversation:
         self.cache.clear()
         self.messages = list(self._first)
         self.generation = None
-        self._held, self._text, self._exact, self._marks = [], "", 0, []
+        self._context, self._text, self._exact, self._marks = [], "", 0, []
         self._keep = self._keep_asked
 
     def save(self, path: str, model_path: str, settings: dict[str, Any], seed: int) -> None:
         """Keep cache and messages in a session file."""
         conversation = {"messages": self.messages, "text": self._text}
         text = resume.SavedText(
-            tokens=self._held,
+            tokens=self._context,
             settings=settings,
             seed=seed,
             random_state=self._sampler.random_state,
-            exact=min(self._exact, len(self._held)),
+            exact=min(self._exact, len(self._context)),
             more={"conversation": json.dumps(conversation)},
         )
         self.cache.truncate(len(self.cache))  # an interrupt may have left layers out of step
@@ -216,7 +216,7 @@ class Conversation:
             raise CommandError(f"{path}: the session's conversation is damaged") from error
         self.cache, self.messages, self._text = cache, messages, text
         self._first = [message for message in messages[:1] if message["role"] == "system"]
-        self._held, self._exact = list(saved.tokens), saved.exact
+        self._context, self._exact = list(saved.tokens), saved.exact
         self._shifts, self._marks, self.generation = 0, [], None
         self._keep = self._keep_asked
         self._marks = [
@@ -236,11 +236,11 @@ class Conversation:
             new = parts.after(len(self._text)).tokens(
                 self._tokenizer, bos=False, space_prefix=False
             )
-            return rendered, [*self._held, *new], len(self._held)
+            return rendered, [*self._context, *new], len(self._context)
         begins = self._template.bos_token
         spelled = bool(begins) and rendered.startswith(begins)
         tokens = parts.tokens(self._tokenizer, bos=False if spelled else None)
-        exact = self._held[: self._exact] if self._shifts else self._held
+        exact = self._context[: self._exact] if self._shifts else self._context
         return rendered, tokens, resume.common_prefix(exact, tokens)
 
     def _parts(self, messages: list[dict[str, str]]) -> ChatText:
@@ -263,7 +263,7 @@ class Conversation:
             )
         if not self._truncate(kept):
             kept = 0
-        self._held = tokens
+        self._context = tokens
         if too_many:
             self._shift(len(tokens) - max(kept, len(self.cache)))
 
@@ -274,7 +274,7 @@ class Conversation:
         assert self._keep is not None
         while len(self.cache) + coming >= self.limit:
             dropped = shift_context(self.model, self.cache, self._keep)
-            del self._held[self._keep : self._keep + dropped]
+            del self._context[self._keep : self._keep + dropped]
             self._note_shift()
 
     def _note_shift(self) -> None:
@@ -288,9 +288,9 @@ class Conversation:
             self.cache.truncate(min(count, len(self.cache)))
         except PositionOutOfRangeError:
             self.cache.clear()
-            self._held, self._text = [], None
+            self._context, self._text = [], None
             return False
-        del self._held[count:]
+        del self._context[count:]
         return True
 
     def _take(self, generation: Generation, rendered: str, answer: str) -> None:
@@ -302,7 +302,7 @@ class Conversation:
             self._note_shift()
         elif not self._shifts:
             self._exact = len(generation.context)
-        self._held = list(generation.context)
+        self._context = list(generation.context)
         self.messages = [*self.messages, {"role": "assistant", "content": answer}]
         # A stop string was cut off, or a character is incomplete: tokens say more than the text.
         whole = generation.stop_reason != "stop_string" and "\ufffd" not in answer[-1:]

@@ -316,8 +316,8 @@ class LlamaCppCache:
         api = self.model.api
         buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         taken = api.llama_state_seq_set_data(self._pointer, buffer, len(state), 0) if length else 1
-        held = api.llama_memory_seq_pos_max(self._memory, 0) + 1
-        if not taken or held != length:
+        end = api.llama_memory_seq_pos_max(self._memory, 0) + 1
+        if not taken or end != length:
             raise CommandError(
                 f"{path}: this llama.cpp does not take the state, which another version of it "
                 f"wrote, or another model: {self.model._log.last_error()}"

@@ -58,9 +58,9 @@ class FirstTokens:
         mark = layer_keys.mark(whole)
         try:
             self._decide(keys, values)
-            held = part.held()
-            if held.num_tokens:  # even for the same map: this is not idempotent to the last bit
-                layer_keys.encode_anew(part, whole.key_map, held)
+            view = part.view()
+            if view.num_tokens:  # even for the same map: this is not idempotent to the last bit
+                layer_keys.encode_anew(part, whole.key_map, view)
             layer_keys.store_as(part, whole.key_map, KeyRule())
         except BaseException:
             layer_keys.return_to(whole, mark)

@@ -97,9 +97,9 @@ class BlockOwners:
 
     def hold(self, blocks: np.ndarray) -> None:
         """One owner more for each of these distinct blocks."""
-        unheld = self.references[blocks] == 0
+        unowned = self.references[blocks] == 0
         self.references[blocks] += 1
-        for block in blocks[unheld].tolist():
+        for block in blocks[unowned].tolist():
             self._wake(block)
 
     def release(self, blocks: np.ndarray) -> None:
@@ -109,12 +109,12 @@ class BlockOwners:
         """
         self.references[blocks] -= 1
         # From the end: a prefix is forgotten from its end, and freed blocks come back in order.
-        unheld = blocks[self.references[blocks] == 0][::-1]
-        if self._readings.running and len(unheld):
-            read = self._readings.are_read(unheld, self._of_parts)
-            self._parked.update(dict.fromkeys(unheld[read].tolist()))
-            unheld = unheld[~read]
-        self._set_free(unheld)
+        unowned = blocks[self.references[blocks] == 0][::-1]
+        if self._readings.running and len(unowned):
+            read = self._readings.are_read(unowned, self._of_parts)
+            self._parked.update(dict.fromkeys(unowned[read].tolist()))
+            unowned = unowned[~read]
+        self._set_free(unowned)
 
     def unpark(self) -> None:
         """Give back what calls read that have ended."""

@@ -209,11 +209,11 @@ class Drafts:
                     f"layer {index} has a linear-attention state, which cannot go back by {back} "
                     "tokens"
                 )
-            held = sum(call.tokens for call in self._calls[index])
-            if back > held:
+            recorded = sum(call.tokens for call in self._calls[index])
+            if back > recorded:
                 return (
                     f"layer {index} has a linear-attention state, which cannot go back by {back} "
-                    f"tokens: it has recorded the last {held}"
+                    f"tokens: it has recorded the last {recorded}"
                 )
         return None
 

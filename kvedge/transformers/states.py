@@ -40,8 +40,8 @@ class StateMark(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
-        held = (*self.conv.values(), *self.recurrent.values())
-        return sum(0 if state is None else state.nbytes for state in held)
+        states = (*self.conv.values(), *self.recurrent.values())
+        return sum(0 if state is None else state.nbytes for state in states)
 
 
 class SharedStates(dict[int, Any]):
@@ -95,7 +95,7 @@ def mark_of(layer: Any) -> StateMark:
     for i in conv:
         if layer.is_conv_states_initialized[i]:  # a recorded past is longer than the kernel
             width = layer.conv_kernel_size[i]
-            conv[i] = _held(layer.conv_states, i)[..., -width:].detach().clone()
+            conv[i] = _stored_state(layer.conv_states, i)[..., -width:].detach().clone()
         if layer.is_recurrent_states_initialized[i]:
             recurrent[i] = kept(layer, i).clone()
     return StateMark(conv, recurrent, dict(layer.has_previous_state))
@@ -105,9 +105,9 @@ def batch_of(layer: Any) -> int:
     """Rows of the batch whose states a layer has; 0: it has none yet."""
     for states in (layer.conv_states, layer.recurrent_states):
         for index in states:
-            held = _held(states, index)
-            if held is not None:
-                tensor = held.codes if isinstance(held, Int8State) else held
+            stored = _stored_state(states, index)
+            if stored is not None:
+                tensor = stored.codes if isinstance(stored, Int8State) else stored
                 return int(tensor.shape[0])
     return 0
 
@@ -116,11 +116,11 @@ def take(layer: Any, rows: torch.Tensor) -> None:
     """Let a layer have the states of some rows of the batch, in that order."""
     for states in (layer.conv_states, layer.recurrent_states):
         for index in states:
-            held = _held(states, index)
-            if isinstance(held, Int8State):
-                states[index] = Int8State(held.codes[rows], held.scales[rows])
-            elif held is not None:
-                states[index] = held[rows]
+            stored = _stored_state(states, index)
+            if isinstance(stored, Int8State):
+                states[index] = Int8State(stored.codes[rows], stored.scales[rows])
+            elif stored is not None:
+                states[index] = stored[rows]
 
 
 def drop(layer: Any) -> None:
@@ -133,12 +133,12 @@ def drop(layer: Any) -> None:
 
 def kept(layer: Any, index: int) -> torch.Tensor | Int8State:
     """A recurrent state as a layer holds it."""
-    state: Any = _held(layer.recurrent_states, index)
+    state: Any = _stored_state(layer.recurrent_states, index)
     return state.detach() if isinstance(state, torch.Tensor) else state
 
 
-def _held(states: Any, index: int) -> Any:
-    """One of a layer's states as it is held, not to be written to."""
+def _stored_state(states: Any, index: int) -> Any:
+    """One of a layer's states as it is stored, not to be written to."""
     shares = isinstance(states, (Int8States, SharedStates))
     return states.kept(index) if shares else states[index]
 

@@ -38,12 +38,12 @@ def attend_batch(
     stores = batch.as_stores(layers, LayerStore)
     rows, single = batch.as_query(query, stores, layout)
     num, n_rows, num_heads, head_dim = rows.shape
-    held = [store.held() for store in stores]  # taken once: another thread may be writing
-    lengths = [own_held.num_tokens for own_held in held]
+    views = [store.view() for store in stores]  # taken once: another thread may be writing
+    lengths = [view.num_tokens for view in views]
     batch.check_lengths(lengths, n_rows, causal)
     window = batch.window_of(stores, window)
-    for store, own_held in zip(stores, held, strict=True):
-        checks.check_reach(store.config, own_held, n_rows, window, sink_tokens)
+    for store, view in zip(stores, views, strict=True):
+        checks.check_reach(store.config, view, n_rows, window, sink_tokens)
     resolved = AttendOptions.make(
         head_dim,
         n_rows,
@@ -57,9 +57,7 @@ def attend_batch(
     )
     starts = checks.as_starts(start, lengths)
     slabs = [
-        slab
-        for store, own_held in zip(stores, held, strict=True)
-        for slab in memory_of(store, own_held)
+        slab for store, view in zip(stores, views, strict=True) for slab in memory_of(store, view)
     ]
     reads = (arrays.memory_of(query, "query"), *resolved.arrays(), *slabs)
     shape = rows[:, 0].shape if single else arrays.in_nhd(rows, layout).shape
@@ -70,7 +68,7 @@ def attend_batch(
     to = target.rows[:, np.newaxis] if single else target.rows
     for i, store in enumerate(stores):
         own = _own_options(resolved, i, lengths[i], starts[i])
-        lse[i] = attention.attend(store.stored(held[i], len(rows[i])), rows[i], own, to[i])
+        lse[i] = attention.attend(store.stored(views[i], len(rows[i])), rows[i], own, to[i])
     if not resolved.return_lse:
         return target.finish()
     if single:
