@@ -701,7 +701,7 @@ cdef class LayerStore:
         cdef _Array turned
         cdef kvedge_array turned_rows
         turns = self.turns
-        before = layer_keys.mark(self) if decides else None
+        saved = layer_keys.savepoint(self) if decides else None
         try:
             if turns is not None and num_tokens > 0:
                 keys, values = self._checked(keys, values, many, layout)
@@ -728,7 +728,7 @@ cdef class LayerStore:
         except BaseException:
             self.turns = turns
             if decides:
-                layer_keys.return_to(self, before)
+                layer_keys.roll_back(self, saved)
             raise
 
     @staticmethod

@@ -241,16 +241,16 @@ def append_batch(layers, keys, values, *, layout="nhd"):
     dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
     _read_ndarray(<cnp.ndarray>dense_keys, &key_rows)
     _read_ndarray(<cnp.ndarray>dense_values, &value_rows)
-    marks = []
+    savepoints = []
     try:
         for each, rows in zip(made, dense_keys):
             if (<LayerStore>each).key_map_is_open() and len(rows):
-                marks.append((each, layer_keys.mark(each)))
+                savepoints.append((each, layer_keys.savepoint(each)))
                 layer_keys.decide(each, rows)
         _store_batch(made, keys, values, &key_rows, &value_rows, layout)
     except BaseException:
-        for each, mark in marks:
-            layer_keys.return_to(each, mark)
+        for each, saved in savepoints:
+            layer_keys.roll_back(each, saved)
         raise
 
 
@@ -259,16 +259,16 @@ cdef _append_each(list layers, dense_keys, dense_values):
     cdef int64_t num_tokens = dense_keys.shape[1]
     if num_tokens == 0:
         return
-    marks = [(layer, layer_keys.mark(layer, num_tokens), len(layer)) for layer in layers]
+    savepoints = [(layer, layer_keys.savepoint(layer, num_tokens), len(layer)) for layer in layers]
     try:
         for layer in layers:
             room.reserve(layer, num_tokens)
         for layer, rows, value_rows in zip(layers, dense_keys, dense_values):
             layer.append(rows, value_rows)
     except BaseException:
-        for layer, mark, length in marks:
+        for layer, saved, length in savepoints:
             layer.set_len(length)
-            layer_keys.return_to(layer, mark)
+            layer_keys.roll_back(layer, saved)
         raise
     _slide_all(layers, num_tokens)
 

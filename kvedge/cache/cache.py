@@ -570,9 +570,9 @@ class KVCache(ConfigFacts):
     # ---- going back and forth --------------------------------------------------------------------
 
     def snapshot(self) -> KvCacheSnapshot:
-        """Mark this moment; nothing but states is copied. See :class:`kvedge.KvCacheSnapshot`.
+        """Take a snapshot; nothing but states is copied. See :class:`kvedge.KvCacheSnapshot`.
 
-        It marks the tokens advanced over: restoring it drops pending ones.
+        It is of the tokens advanced over: restoring it drops pending ones.
 
         Raises
         ------
@@ -588,15 +588,15 @@ class KVCache(ConfigFacts):
         Parameters
         ----------
         snapshot : KvCacheSnapshot
-            A mark made by this cache, or a detached snapshot of any cache of the same format, whose
+            Of this cache, or detached from any cache of the same format, whose
             bytes and key offsets then replace all that is here.
 
         Raises
         ------
         StaleSnapshotError
-            Tokens below a mark have been overwritten since.
+            Tokens of an attached snapshot have been overwritten since.
         InvalidArgumentError
-            Not a snapshot, or a mark of another cache.
+            Not a snapshot, or one attached to another cache.
         ShapeMismatchError
             A detached snapshot of another format.
         CapacityExceededError, OutOfMemoryError
@@ -655,7 +655,7 @@ class KVCache(ConfigFacts):
 
         ``len(cache)`` still counts all tokens seen, and the next one has that position; the layer
         holds fewer. It cannot go back behind this moment, but to no token at all, and snapshots
-        that are marks become stale. :class:`kvedge.Eviction` chooses tokens.
+        that are attached become stale. :class:`kvedge.Eviction` chooses tokens.
 
         Parameters
         ----------
@@ -813,7 +813,7 @@ class KVCache(ConfigFacts):
 
         Notes
         -----
-        Snapshots that are marks become stale; detached ones are of the old format. Layer objects
+        Attached snapshots become stale; detached ones are of the old format. Layer objects
         that :meth:`layer` gave before are no longer the cache's, and keep their memory while they
         live, as do arrays that show it.
         """

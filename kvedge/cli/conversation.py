@@ -29,7 +29,7 @@ class ContextFull(CommandError):
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _TurnStart:
     """Where the conversation stood before a turn."""
 
     num_messages: int
@@ -94,7 +94,7 @@ class Conversation:
         self._text: str | None = ""  # what they say; None: not what the template would write
         self._exact = 0  # first of them whose rows are those of a fresh run
         self._shifts = 0
-        self._marks: list[_Mark] = []  # before each turn
+        self._turn_starts: list[_TurnStart] = []  # before each turn
 
     @property
     def limit(self) -> int:
@@ -104,7 +104,7 @@ class Conversation:
     @property
     def num_turns(self) -> int:
         """Questions that were answered."""
-        return len(self._marks)
+        return len(self._turn_starts)
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Take a message of the user, and yield the answer as it is made.
@@ -123,17 +123,17 @@ class Conversation:
 
         messages = [*self.messages, {"role": "user", "content": text}]
         rendered, tokens, kept = self._rendered(messages)
-        mark = _Mark(len(self.messages), len(self._context), self._text, self._shifts)
+        start = _TurnStart(len(self.messages), len(self._context), self._text, self._shifts)
         if self._keep == -1:
             self._keep = min(len(tokens), self.limit - 2)
         try:
             self._make_room(tokens, kept)
         except ContextFull:
-            if not self._marks:
+            if not self._turn_starts:
                 self._keep = self._keep_asked
             raise
         self.messages = messages
-        self._marks.append(mark)
+        self._turn_starts.append(start)
         answer = ""
         generation = generate(
             self.model,
@@ -157,13 +157,13 @@ class Conversation:
 
     def undo(self) -> bool:
         """Forget the latest question and its answer; whether there was one."""
-        if not self._marks:
+        if not self._turn_starts:
             return False
-        mark = self._marks.pop()
-        del self.messages[mark.num_messages :]
+        start = self._turn_starts.pop()
+        del self.messages[start.num_messages :]
         self.generation = None
-        if mark.shifts == self._shifts and self._truncate(mark.num_tokens):
-            self._text = mark.text
+        if start.shifts == self._shifts and self._truncate(start.num_tokens):
+            self._text = start.text
         else:  # those tokens are no longer where they were
             self._text = None
         return True
@@ -173,7 +173,7 @@ class Conversation:
         self.cache.clear()
         self.messages = list(self._first)
         self.generation = None
-        self._context, self._text, self._exact, self._marks = [], "", 0, []
+        self._context, self._text, self._exact, self._turn_starts = [], "", 0, []
         self._keep = self._keep_asked
 
     def save(self, path: str, model_path: str, settings: dict[str, Any], seed: int) -> None:
@@ -217,10 +217,10 @@ class Conversation:
         self.cache, self.messages, self._text = cache, messages, text
         self._first = [message for message in messages[:1] if message["role"] == "system"]
         self._context, self._exact = list(saved.tokens), saved.exact
-        self._shifts, self._marks, self.generation = 0, [], None
+        self._shifts, self._turn_starts, self.generation = 0, [], None
         self._keep = self._keep_asked
-        self._marks = [
-            _Mark(index, 0, None, -1)  # their tokens are not known: computed again
+        self._turn_starts = [
+            _TurnStart(index, 0, None, -1)  # their tokens are not known: computed again
             for index, message in enumerate(messages)
             if message["role"] == "user"
         ]

@@ -393,7 +393,7 @@ class ShardedKVCache(ShardedFacts):
             self._high_water = [0] * self.num_layers
 
     def snapshot(self) -> ShardedSnapshot:
-        """Mark this moment; nothing is copied. Pending tokens are not in it."""
+        """Take a snapshot; nothing is copied. Pending tokens are not in it."""
         return ShardedSnapshot(self, self._overwrites.epoch, tuple(self._ahead()))
 
     def restore(self, snapshot: ShardedSnapshot) -> None:
@@ -404,7 +404,7 @@ class ShardedKVCache(ShardedFacts):
         Raises
         ------
         StaleSnapshotError
-            Tokens below the mark have been overwritten since, on whichever rank.
+            Tokens of the snapshot have been overwritten since, on whichever rank.
         InvalidArgumentError
             Not a snapshot of this cache.
         """

@@ -17,13 +17,13 @@ from kvedge.layer.store import LayerStore, plain_store
 from kvedge.rope import Turns
 
 __all__ = [
-    "RowMark",
+    "RowCheckpoint",
     "Stored",
     "copy_of",
     "fill",
-    "mark_of_row",
     "new_store",
-    "return_to_mark",
+    "restore_row",
+    "row_checkpoint",
     "stored",
 ]
 
@@ -110,7 +110,7 @@ def stored(store: LayerStore) -> Stored:
     return config, tokens, store.key_map, store.key_rule, *more
 
 
-class RowMark(NamedTuple):
+class RowCheckpoint(NamedTuple):
     """What a layer needs to go back to where it was, all that it held being still there."""
 
     num_tokens: int
@@ -126,7 +126,7 @@ class RowMark(NamedTuple):
         return sum(array.nbytes for slabs in copies for array in slabs)
 
 
-def mark_of_row(store: LayerStore) -> RowMark:
+def row_checkpoint(store: LayerStore) -> RowCheckpoint:
     """Where a layer without a window is."""
     rows, last, view = None, None, store.snapshot()
     if view.parts is not None:
@@ -135,19 +135,19 @@ def mark_of_row(store: LayerStore) -> RowMark:
     if store.key_rule.is_open(store.key_map, store.end()):
         tokens = memory.Slabs(*(slab.copy() for slab in view.tokens))
         rows = PartContents(tokens, view.key_map)
-    return RowMark(view.num_tokens, last, rows)
+    return RowCheckpoint(view.num_tokens, last, rows)
 
 
-def return_to_mark(store: LayerStore, mark: RowMark) -> None:
-    """Go back to a mark; the layer has only been appended to since, and further back nothing."""
-    store.set_len(mark.num_tokens)
-    if mark.rows is not None:
+def restore_row(store: LayerStore, checkpoint: RowCheckpoint) -> None:
+    """Go back to a checkpoint; the layer has only been appended to since, never cut below it."""
+    store.set_len(checkpoint.num_tokens)
+    if checkpoint.rows is not None:
         slabs = memory.reserve_slabs(store.config)
-        memory.copy_tokens(mark.rows.arrays, slabs, mark.num_tokens)
-        store.bind(slabs, store.config, mark.rows.key_map)
-        keys.store_as(store, mark.rows.key_map, store.key_rule)
-    if mark.last is not None:
+        memory.copy_tokens(checkpoint.rows.arrays, slabs, checkpoint.num_tokens)
+        store.bind(slabs, store.config, checkpoint.rows.key_map)
+        keys.store_as(store, checkpoint.rows.key_map, store.key_rule)
+    if checkpoint.last is not None:
         view = store.snapshot()
-        at = store.end() - len(mark.last.key_codes)
-        parts = view.parts._replace(last=mark.last, last_at=at)
+        at = store.end() - len(checkpoint.last.key_codes)
+        parts = view.parts._replace(last=checkpoint.last, last_at=at)
         store.holding(view.num_tokens, view.num_dropped, parts, view.start)()

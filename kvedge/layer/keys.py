@@ -22,17 +22,17 @@ from kvedge.layer.store import LayerStore, SavedRows, scratch_store
 from kvedge.rope import Turns
 
 __all__ = [
-    "Mark",
+    "Savepoint",
     "decide",
     "encode_anew",
-    "mark",
-    "return_to",
+    "roll_back",
     "rule_of",
+    "savepoint",
     "store_as",
     "whole_or_nothing",
 ]
 
-Mark: TypeAlias = "tuple[object, Turns | None, SavedRows | None]"
+Savepoint: TypeAlias = "tuple[object, Turns | None, SavedRows | None]"
 
 
 def rule_of(store: LayerStore, rule: KeyRule) -> KeyRule:
@@ -113,8 +113,8 @@ def _encode_runs_anew(store: LayerStore, key_map: KeyMap) -> None:
     hold()
 
 
-def mark(store: LayerStore, n: int = 0, start: int | None = None) -> Mark:
-    """What :func:`return_to` needs, before the key map is decided or `n` tokens are stored.
+def savepoint(store: LayerStore, n: int = 0, start: int | None = None) -> Savepoint:
+    """What :func:`roll_back` needs, before the key map is decided or `n` tokens are stored.
 
     These are appended, or come in place of those from token `start` on.
     """
@@ -125,9 +125,9 @@ def mark(store: LayerStore, n: int = 0, start: int | None = None) -> Mark:
     return store.binding(), store.turns, rows
 
 
-def return_to(store: LayerStore, before: Mark) -> None:
-    """Undo all that was done since :func:`mark`, by appends alone."""
-    binding, store.turns, rows = before
+def roll_back(store: LayerStore, saved: Savepoint) -> None:
+    """Undo all that was done since :func:`savepoint`, by appends alone."""
+    binding, store.turns, rows = saved
     if rows is not None:
         rows.put_back()
     store.rebind(binding)
@@ -136,10 +136,10 @@ def return_to(store: LayerStore, before: Mark) -> None:
 @contextlib.contextmanager
 def whole_or_nothing(stores: Iterable[LayerStore], n: int, start: int) -> Iterator[None]:
     """Undo all where a block that stores `n` tokens from index `start` on is broken off."""
-    marks = [(store, mark(store, n, start)) for store in stores]
+    savepoints = [(store, savepoint(store, n, start)) for store in stores]
     try:
         yield
     except BaseException:
-        for store, before in marks:
-            return_to(store, before)
+        for store, saved in savepoints:
+            roll_back(store, saved)
         raise

@@ -35,7 +35,7 @@ class LayerStore(Protocol):
 
     A reader takes ``view()`` once: a writer may drop tokens, or move to other slabs, at any moment.
     Where `key_map_is_auto`, a store lets :func:`kvedge.layer.keys.decide` see rows before it
-    appends them, and goes back by :func:`kvedge.layer.keys.return_to` if that fails. Methods that
+    appends them, and goes back by :func:`kvedge.layer.keys.roll_back` if that fails. Methods that
     append or attend check and refuse as the public methods of their names say, in a frozen store
     too but for `push` and `extend`.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvedge.eviction import Attended
-from kvedge.layer.copies import RowMark, mark_of_row, return_to_mark
+from kvedge.layer.copies import RowCheckpoint, restore_row, row_checkpoint
 from kvedge.layer.layer import store_of
 from kvedge.transformers import states
 from kvedge.transformers.evicting import KvedgeEvictingLayer
@@ -23,14 +23,14 @@ __all__ = ["Checkpoint", "Checkpoints", "go_back", "take"]
 class _Rows(NamedTuple):
     """The rows of a layer with full attention."""
 
-    marks: list[RowMark]
+    checkpoints: list[RowCheckpoint]
     padding: list[int]
     attended: list[Attended] | None  # of a layer that evicts tokens
 
     @property
     def num_bytes(self) -> int:
         noted = sum(attended.num_bytes for attended in self.attended or ())
-        return noted + sum(mark.num_bytes for mark in self.marks)
+        return noted + sum(checkpoint.num_bytes for checkpoint in self.checkpoints)
 
 
 class _Window(NamedTuple):
@@ -50,7 +50,7 @@ class Checkpoint(NamedTuple):
 
     length: int  # tokens seen
     rows: list[_Rows | _Window | None]  # of each layer
-    states: list[states.StateMark | None]
+    states: list[states.StateCopies | None]
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +77,7 @@ def take(layers: list[Any], length: int) -> Checkpoint:
     return Checkpoint(
         length,
         [_rows_of(layer) if isinstance(layer, KvedgeLayer) else None for layer in layers],
-        [states.mark_of(layer) if states.has_state(layer) else None for layer in layers],
+        [states.copy_states(layer) if states.has_state(layer) else None for layer in layers],
     )
 
 
@@ -88,8 +88,8 @@ def _rows_of(layer: KvedgeLayer) -> _Rows | _Window:
     attended = None
     if isinstance(layer, KvedgeEvictingLayer):
         attended = [queries.copy() for queries in layer.attended]
-    marks = [mark_of_row(store_of(row)) for row in layer.rows]
-    return _Rows(marks, list(layer.padding), attended)
+    checkpoints = [row_checkpoint(store_of(row)) for row in layer.rows]
+    return _Rows(checkpoints, list(layer.padding), attended)
 
 
 def go_back(layers: list[Any], to: Checkpoint) -> None:
@@ -104,8 +104,8 @@ def go_back(layers: list[Any], to: Checkpoint) -> None:
             layer.cumulative_length = rows.cumulative_length
         elif rows is not None:
             layer.own_rows()
-            for row, mark in zip(layer.rows, rows.marks, strict=True):
-                return_to_mark(store_of(row), mark)
+            for row, checkpoint in zip(layer.rows, rows.checkpoints, strict=True):
+                restore_row(store_of(row), checkpoint)
             if rows.attended is not None:
                 layer.attended = [queries.copy() for queries in rows.attended]
         if state is not None:

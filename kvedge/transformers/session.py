@@ -41,7 +41,7 @@ from kvedge.transformers.checkpoints import go_back, take
 from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
-from kvedge.transformers.states import StateMark, has_state, mark_of, put
+from kvedge.transformers.states import StateCopies, copy_states, has_state, put
 from kvedge.transformers.structure import text_config
 
 __all__ = [
@@ -355,9 +355,9 @@ def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             tensors |= {f"layers.{index}.attended.{name}": tensor for name, tensor in noted}
         if not has_state(layer):
             continue
-        mark = mark_of(layer)
-        has_previous[str(index)] = [mark.has_previous[i] for i in sorted(mark.has_previous)]
-        for kind, states in (("conv", mark.conv), ("recurrent", mark.recurrent)):
+        copies = copy_states(layer)
+        has_previous[str(index)] = [copies.has_previous[i] for i in sorted(copies.has_previous)]
+        for kind, states in (("conv", copies.conv), ("recurrent", copies.recurrent)):
             for i, state in states.items():
                 if isinstance(state, Int8State):
                     tensors[f"layers.{index}.scales.{i}"] = state.scales.contiguous()
@@ -595,7 +595,7 @@ def _fill_states(
             if scales is not None and codes is not None:
                 recurrent[i] = Int8State(codes, scales)
         _check_kept(index, layer, recurrent)
-        put(layer, StateMark(conv, recurrent, dict(enumerate(map(bool, saved)))))
+        put(layer, StateCopies(conv, recurrent, dict(enumerate(map(bool, saved)))))
 
 
 def _check_kept(index: int, layer: Any, states: dict[int, Any]) -> None:

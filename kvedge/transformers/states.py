@@ -15,13 +15,13 @@ from kvedge.transformers.kept_states import Int8State, Int8States
 
 __all__ = [
     "SharedStates",
-    "StateMark",
+    "StateCopies",
     "batch_of",
     "can_have_states",
+    "copy_states",
     "drop",
     "has_state",
     "kept",
-    "mark_of",
     "put",
     "share",
     "take",
@@ -30,7 +30,7 @@ __all__ = [
 _STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
 
 
-class StateMark(NamedTuple):
+class StateCopies(NamedTuple):
     """The states of one layer at one moment, by their numbers; None where one was not there yet."""
 
     conv: dict[int, torch.Tensor | None]
@@ -88,7 +88,7 @@ def has_state(layer: Any) -> bool:
     return _STATE is not None and isinstance(layer, _STATE)
 
 
-def mark_of(layer: Any) -> StateMark:
+def copy_states(layer: Any) -> StateCopies:
     """Copies of a layer's states as they are now."""
     conv: dict[int, torch.Tensor | None] = dict.fromkeys(layer.conv_states)
     recurrent: dict[int, torch.Tensor | Int8State | None] = dict.fromkeys(layer.recurrent_states)
@@ -98,7 +98,7 @@ def mark_of(layer: Any) -> StateMark:
             conv[i] = _stored_state(layer.conv_states, i)[..., -width:].detach().clone()
         if layer.is_recurrent_states_initialized[i]:
             recurrent[i] = kept(layer, i).clone()
-    return StateMark(conv, recurrent, dict(layer.has_previous_state))
+    return StateCopies(conv, recurrent, dict(layer.has_previous_state))
 
 
 def batch_of(layer: Any) -> int:
@@ -143,10 +143,10 @@ def _stored_state(states: Any, index: int) -> Any:
     return states.kept(index) if shares else states[index]
 
 
-def put(layer: Any, mark: StateMark) -> None:
-    """Let a layer have the states of a mark; those that were not there begin anew."""
-    for i, has_previous in mark.has_previous.items():
-        conv, recurrent = mark.conv[i], mark.recurrent[i]
+def put(layer: Any, copies: StateCopies) -> None:
+    """Let a layer have such states; those that were not there begin anew."""
+    for i, has_previous in copies.has_previous.items():
+        conv, recurrent = copies.conv[i], copies.recurrent[i]
         if conv is not None:
             if not layer.is_conv_states_initialized[i]:
                 _initialize(layer, conv_states=conv, state_idx=i)

@@ -14,7 +14,7 @@ from kvedge.backends.numpy.layer import LayerStore
 from kvedge.core import arrays, checks
 from kvedge.core.options import AttendOptions, shows_options
 from kvedge.core.types import Array, Layout
-from kvedge.layer.keys import mark, return_to
+from kvedge.layer.keys import roll_back, savepoint
 from kvedge.layer.layer import KvLayer
 from kvedge.layer.reading import memory_of, turned_back
 from kvedge.layer.room import reserve, slide
@@ -100,7 +100,7 @@ def append_batch(
         for store, some, rows in zip(stores, *sides, strict=True)
     ]
     n = sides[0].shape[1]
-    marks = [mark(store, n) for store in stores]
+    savepoints = [savepoint(store, n) for store in stores]
     try:
         for store, pair in zip(stores, pairs, strict=True):
             store.make_ready(*pair)
@@ -109,8 +109,8 @@ def append_batch(
         for store, pair in zip(stores, pairs, strict=True):
             store.store_ready(*pair)
     except BaseException:
-        for store, before in zip(stores, marks, strict=True):
-            return_to(store, before)
+        for store, saved in zip(stores, savepoints, strict=True):
+            roll_back(store, saved)
         raise
     for store in stores:
         slide(store, n)

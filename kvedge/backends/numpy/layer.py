@@ -17,7 +17,7 @@ from kvedge.core.kivi import RUN
 from kvedge.core.memory import LayerView, Slabs, clamp
 from kvedge.core.options import AttendOptions, default_scale
 from kvedge.core.types import Array, Floats, Layout
-from kvedge.layer.keys import decide, mark, return_to
+from kvedge.layer.keys import decide, roll_back, savepoint
 from kvedge.layer.layer import KvLayer as BaseKvLayer
 from kvedge.layer.parts import (
     PIECE,
@@ -231,14 +231,14 @@ class LayerStore:
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
-            before = mark(self, len(keys))
+            before = savepoint(self, len(keys))
             try:
                 keys = turned_back_next(self, keys)
                 self.make_ready(keys, values)
                 reserve(self, len(keys))
                 self.store_ready(keys, values)
             except BaseException:
-                return_to(self, before)
+                roll_back(self, before)
                 raise
 
     @in_default_mode
