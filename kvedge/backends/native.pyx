@@ -49,10 +49,10 @@ cdef extern from *:
     #endif
     #include "system/float_mode.h"
     static float nearest_float(double number) { /* whatever the mode of the process */
-      volatile double given = number;
+      volatile double exact = number;
       volatile float nearest;
       const uint32_t before = kvedge_take_default_mode();
-      nearest = (float)given;
+      nearest = (float)exact;
       kvedge_give_back_mode(&before);
       return nearest;
     }
@@ -733,26 +733,26 @@ cdef class LayerStore:
 
     @staticmethod
     def append_step(stores, keys, values):
-        cdef list made = list(stores)
+        cdef list store_list = list(stores)
         cdef _Array key_rows, value_rows
         cdef LayerStore layer
         cdef Py_ssize_t begun = 0
         if not (
-            _read(keys, &key_rows) and _fits_batch(&key_rows, made, False, _KEYS) and key_rows.ndim == 3
-            and _read(values, &value_rows) and _fits_batch(&value_rows, made, False, _VALUES) and value_rows.ndim == 3
+            _read(keys, &key_rows) and _fits_batch(&key_rows, store_list, False, _KEYS) and key_rows.ndim == 3
+            and _read(values, &value_rows) and _fits_batch(&value_rows, store_list, False, _VALUES) and value_rows.ndim == 3
         ):
             return False
-        for each in made:
-            layer = <LayerStore>each
+        for store in store_list:
+            layer = <LayerStore>store
             if layer.turns is not None or layer.key_map_is_open():
                 return False
         _as_batch(&key_rows, False, True, False)
         _as_batch(&value_rows, False, True, False)
         try:
-            begun = _begin_writing_to(made)
-            return begun == len(made) and _append_to_all(made, &key_rows, &value_rows) == KVEDGE_OK
+            begun = _begin_writing_to(store_list)
+            return begun == len(store_list) and _append_to_all(store_list, &key_rows, &value_rows) == KVEDGE_OK
         finally:
-            _end_writing_to(made, begun)
+            _end_writing_to(store_list, begun)
 
     cdef inline bint _has_room(self, _Handle handle, int64_t num_tokens):
         """Whether the last tokens have the room for so many at once, and no more than they need."""
@@ -1123,9 +1123,9 @@ def bind():
         (attend_batch, _batch.attend_batch),
     ):
         function.__signature__ = signature(shown)
-    for each in signature(BaseKvLayer.attend).parameters.values():
-        if each.kind is each.KEYWORD_ONLY:
-            _DEFAULTS[each.name] = each.default
+    for parameter in signature(BaseKvLayer.attend).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            _DEFAULTS[parameter.name] = parameter.default
 
     @registry.backend_class
     class KvLayer(_LayerFace, BaseKvLayer):

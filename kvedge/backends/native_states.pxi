@@ -68,13 +68,13 @@ cdef int _take_state(object state, _Array *to, int ndim) except -1:
     return _check_writable(state, "the state")
 
 
-cdef int _check_apart(object one, const _Array *at, str name, object other, const _Array *other_at) except -1:
+cdef int _check_apart(object array, const _Array *at, str name, object other, const _Array *other_at) except -1:
     """LayoutError if an array that is written shares memory with another."""
     cdef uintptr_t low, high, other_low, other_high
     _bounds(at, &low, &high)
     _bounds(other_at, &other_low, &other_high)
     if low < other_high and other_low < high:
-        arrays.check_apart(arrays.memory_of(one, name), [arrays.memory_of(other, "an input")], name)
+        arrays.check_apart(arrays.memory_of(array, name), [arrays.memory_of(other, "an input")], name)
     return 0
 
 
