@@ -94,8 +94,8 @@ def make_layers(shape: Shape) -> list[Any]:
         cache = KVCache(1, shape.kv_heads, shape.dim, max_seq_len=shape.tokens, **shape.options)
         cache.append(0, rows, rows)
         layers.append(cache.layer(0))
-        held = len(layers) * cache.memory_bytes
-        if shape.hot or shape.rows > 1 or held > COLD_BYTES or len(layers) == MOST_LAYERS:
+        num_bytes = len(layers) * cache.memory_bytes
+        if shape.hot or shape.rows > 1 or num_bytes > COLD_BYTES or len(layers) == MOST_LAYERS:
             return layers
 
 
@@ -201,8 +201,8 @@ def main() -> None:
                 second = compare(args.old, args.new, isa, again, args.asks)
                 ratios |= {name: max(ratios[name], second[name]) for name in again}
         for name in names:
-            mark = "  slower" if ratios[name] < args.floor else ""
-            print(f"{isa:12s} {name:12s} old/new {ratios[name]:.2f}{mark}", flush=True)
+            note = "  slower" if ratios[name] < args.floor else ""
+            print(f"{isa:12s} {name:12s} old/new {ratios[name]:.2f}{note}", flush=True)
         slower += [f"{isa} {name}" for name in names if ratios[name] < args.floor]
     print(f"below {args.floor}:", *(slower or ["none"]), sep=" ")
     raise SystemExit(bool(slower))

@@ -23,15 +23,15 @@ FORMATS = ["auto", "small", "bfloat16", "int8"]
 
 def layers_of(choice, shape, rows):
     """As many equal layers as a cold rotation wants."""
-    layers, held = [], 0
-    while held < COLD_BYTES and len(layers) < MOST_LAYERS:
+    layers, num_bytes = [], 0
+    while num_bytes < COLD_BYTES and len(layers) < MOST_LAYERS:
         cache = KVCache(
             1, shape.num_kv_heads, shape.head_dim,
             max_seq_len=len(rows), dtype=choice.dtype, **choice.cache_options,
         )  # fmt: skip
         cache.append(0, rows, rows)
         layers.append(cache.layer(0))
-        held += cache.memory_bytes
+        num_bytes += cache.memory_bytes
     return layers
 
 

@@ -142,9 +142,9 @@ class Steps:
         logging.set_verbosity_error()  # each of them tells that it is slow
         dtype = getattr(torch, self.dtype)
         self._t = {k: torch.from_numpy(a)[None].to(dtype) for k, a in self.inputs.items()}
-        held = torch.float32 if self.layer.kind != "conv" else dtype
+        state_dtype = torch.float32 if self.layer.kind != "conv" else dtype
         shape = self.states[0].shape
-        self.torch_states = [torch.randn((1, *shape)).to(held) for _ in self.states]
+        self.torch_states = [torch.randn((1, *shape)).to(state_dtype) for _ in self.states]
         steps = {"mamba": self._torch_mamba, "conv": self._torch_conv}
         step = steps.get(self.layer.kind, self._torch_delta)()
 

@@ -221,9 +221,9 @@ class Eviction:
             return sinks, max(tokens - sinks - (unit - 1), tail, 1)
         return sinks, max(self.recent or 0, self.window, tail)
 
-    def is_due(self, held: int, more: int, tokens: int) -> bool:
+    def is_due(self, num_tokens: int, more: int, tokens: int) -> bool:
         """Whether a layer has to evict before `more` come, to hold no more than `tokens`."""
-        return held + min(more, 1) > tokens
+        return num_tokens + min(more, 1) > tokens
 
     def room_in(self, tokens: int, unit: int) -> int:
         """Tokens to keep when some have to go: a few fewer than the budget, to do it seldom."""
@@ -313,15 +313,15 @@ class Attended:
 
     def choose(self, store: LayerStore, tokens: int) -> np.ndarray:
         """The rows to keep of a layer, so many at most: (n,), or (num_kv_heads, n)."""
-        eviction, config, held = self.eviction, store.config, len(store)
+        eviction, config, num_tokens = self.eviction, store.config, len(store)
         unit = evicting.unit_of(config)
         sinks, recent = eviction._always(tokens, evicting.tail_needed(config), unit)
-        tail = max(held - recent, 0) // unit * unit
+        tail = max(num_tokens - recent, 0) // unit * unit
         sinks = min(sinks, tail)
-        room = max(tokens - sinks - (held - tail), 0) // unit  # in units, as below
+        room = max(tokens - sinks - (num_tokens - tail), 0) // unit  # in units, as below
         between = (tail - sinks) // unit
         if eviction.method == "sinks+recent" or not room:
-            return np.concatenate([np.arange(sinks), np.arange(tail, held)])
+            return np.concatenate([np.arange(sinks), np.arange(tail, num_tokens)])
         mass = self._mass(store)[:, sinks:tail]  # (num_kv_heads, tokens)
         if eviction.per == "layer":
             mass = mass.sum(0, keepdims=True)
@@ -332,7 +332,7 @@ class Attended:
         best = np.sort(between - 1 - order[:, : min(room, between)], axis=1)
         rows: np.ndarray = (sinks + best[..., None] * unit + np.arange(unit)).reshape(len(best), -1)
         ends = [np.broadcast_to(part, (len(rows), len(part))) for part in
-                (np.arange(sinks), np.arange(tail, held))]  # fmt: skip
+                (np.arange(sinks), np.arange(tail, num_tokens))]  # fmt: skip
         kept = np.concatenate([ends[0], rows, ends[1]], axis=1)
         return kept if len(kept) > 1 else np.asarray(kept[0])
 
@@ -397,7 +397,7 @@ class Attended:
         for position, row, (scale, cap) in zip(
             arrays["positions"].tolist(), rows, arrays["scales"].tolist(), strict=True
         ):
-            if not store.held().num_dropped <= position < store.end():
+            if not store.view().num_dropped <= position < store.end():
                 raise ValueError(f"a query at {position}, which the layer does not hold")
             softcap = None if cap != cap else float(cap)
             attended._queries.append(_Query(int(position), row, float(scale), softcap, sinks))
@@ -410,7 +410,7 @@ def _mass_of(store: LayerStore, queries: Sequence[_Query]) -> np.ndarray:
     Each sees the tokens up to its own, which all lie without a gap since the last eviction.
     """
     mass = np.zeros((store.config.num_kv_heads, len(store)), np.float32)
-    dropped = store.held().num_dropped
+    dropped = store.view().num_dropped
     for query in queries:
         logits = store.scores(query.rows, scale=query.scale)  # (num_heads, tokens)
         logits = logits[:, : query.position + 1 - dropped]

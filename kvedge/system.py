@@ -233,13 +233,13 @@ def product_rate(
 
 def _numpy_bandwidth(num_threads: int, megabytes: int, repeats: int) -> float:
     values = np.ones(megabytes << 18, np.float32)  # 4 bytes each; ones: every page is really there
-    parts = np.array_split(values, num_threads)
+    shares = np.array_split(values, num_threads)
     best = float("inf")
     # maximum.reduce is vectorized, does the least arithmetic, and releases the GIL.
     with ThreadPoolExecutor(num_threads) as pool:
         for _ in range(repeats + 1):  # one more: the first pass also starts the threads
             start = time.perf_counter()
-            list(pool.map(np.maximum.reduce, parts))
+            list(pool.map(np.maximum.reduce, shares))
             best = min(best, time.perf_counter() - start)
     return values.nbytes / best
 

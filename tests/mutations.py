@@ -341,8 +341,8 @@ MUTATIONS = [
     ),
     Mutation(
         "transformers: a sliding layer keeps a token too few",
-        "return min(self.num_held, self.sliding_window - 1 + new)",
-        "return min(self.num_held, self.sliding_window - 2 + new)",
+        "return min(self.padded_length, self.sliding_window - 1 + new)",
+        "return min(self.padded_length, self.sliding_window - 2 + new)",
         "transformers",
     ),
     # ---- Python: each kind of storage, copied and saved

@@ -21,7 +21,7 @@ BOXES = {
                   "numpy/        the same names, without a compiler"]),
     "public": (20, 320, 400, 118, PYTHON, "layer.py  cache.py  paged/",
                ["what the classes of both backends share",
-                "snapshot.py  session.py   marks, files",
+                "snapshot.py  session.py   snapshots, files",
                 "merge.py  rope.py         public functions",
                 "threads.py  system.py     settings, isa_info()"]),
     "core": (20, 482, 400, 118, PYTHON, "core/   (and errors.py)",

@@ -239,7 +239,7 @@ static int count_parts(const kvedge_attention_call *calls, int num_calls, int *r
 }
 
 /* Layer `index` of a call, which has one or those of its parts, if it has three ranges; else NULL. */
-static const kvedge_layer *held_layer(const kvedge_attention_call *call, int index) {
+static const kvedge_layer *layer_with_ranges(const kvedge_attention_call *call, int index) {
   const kvedge_layer *layer = call->num_parts ? call->parts[index].layer : call->layer;
   return kvedge_has_ranges(layer) ? layer : NULL;
 }
@@ -249,7 +249,7 @@ static void release_before(const kvedge_attention_call *calls, int end, int part
   for (int i = end; i >= 0; i--) {
     if (i < end) part = calls[i].num_parts ? calls[i].num_parts : 1;
     while (part-- > 0)
-      if (held_layer(&calls[i], part)) kvedge_release(held_layer(&calls[i], part));
+      if (layer_with_ranges(&calls[i], part)) kvedge_release(layer_with_ranges(&calls[i], part));
   }
 }
 
@@ -257,7 +257,7 @@ static void release_before(const kvedge_attention_call *calls, int end, int part
 static void hold_layers(const kvedge_attention_call *calls, int num_calls) {
   for (int i = 0; i < num_calls; i++)
     for (int p = 0; p < (calls[i].num_parts ? calls[i].num_parts : 1); p++) {
-      const kvedge_layer *layer = held_layer(&calls[i], p);
+      const kvedge_layer *layer = layer_with_ranges(&calls[i], p);
       if (!layer || kvedge_try_hold(layer)) continue;
       release_before(calls, i, p);
       kvedge_hold(layer); /* once its writer is done, all are tried again */

@@ -50,10 +50,10 @@ static inline float encode_group(int bits, const float *level, const double *bou
 static void pack(int bits, const uint8_t *codes, int n, uint8_t *out) {
   const int bytes = (int)kvedge_packed_bytes(n, bits);
   uint32_t digits = 0;
-  int held = 0, at = 0;
+  int num_bits = 0, at = 0;
   for (int d = 0; d < n; d++) {
-    digits |= (uint32_t)codes[d] << held;
-    for (held += bits; held >= 8; held -= 8, digits >>= 8) out[at++] = (uint8_t)digits;
+    digits |= (uint32_t)codes[d] << num_bits;
+    for (num_bits += bits; num_bits >= 8; num_bits -= 8, digits >>= 8) out[at++] = (uint8_t)digits;
   }
   if (at < bytes) out[at] = (uint8_t)digits;
 }

@@ -59,7 +59,7 @@ static kvedge_ranges ranges_to_write(const kvedge_contents *contents, int index,
   const int64_t begin = kvedge_in_runs(&of->config) ? r.start & -KVEDGE_RUN : r.start;
   const int64_t first_stop = r.first_row + r.num_first;
   const int64_t since = larger(r.last_from, r.stop - kvedge_kept_rows(&of->config));
-  r.stop = r.start + kvedge_held_tokens(contents->session, of);
+  r.stop = r.start + kvedge_stored_tokens(contents->session, of);
   r.last_from = smaller(larger(since, begin), r.stop);
   r.num_first = r.first_row > r.start ? 0 : larger(0, smaller(first_stop, r.stop) - r.start);
   r.first_row = r.num_first ? r.start - r.first_row : 0;
@@ -69,7 +69,7 @@ static kvedge_ranges ranges_to_write(const kvedge_contents *contents, int index,
 int64_t kvedge_part_tokens(const kvedge_contents *contents, int index, int part) {
   const kvedge_session_layer layer = kvedge_contents_layer(contents, index);
   const int64_t length = contents->session->length, whole = length & -KVEDGE_RUN;
-  if (part == OWN_ROWS) return kvedge_held_tokens(contents->session, &layer);
+  if (part == OWN_ROWS) return kvedge_stored_tokens(contents->session, &layer);
   int64_t num_first, num_last;
   if (contents->layers) {
     const kvedge_ranges r = ranges_to_write(contents, index, &layer);

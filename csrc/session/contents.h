@@ -93,7 +93,7 @@ void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, co
 void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_DIGEST]);
 
 /* Tokens that a layer holds. */
-static inline int64_t kvedge_held_tokens(const kvedge_session *session, const kvedge_session_layer *layer) {
+static inline int64_t kvedge_stored_tokens(const kvedge_session *session, const kvedge_session_layer *layer) {
   return session->length - layer->dropped;
 }
 

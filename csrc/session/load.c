@@ -179,7 +179,7 @@ static void fill_layer(kvedge_layer *layer, const kvedge_contents *contents, int
     int64_t start;
     kvedge_layer_range(layer, &start);
     copy_part(contents, index, OWN_ROWS, layer, start);
-    kvedge_layer_set_len(layer, kvedge_held_tokens(session, of));
+    kvedge_layer_set_len(layer, kvedge_stored_tokens(session, of));
     return;
   }
   const int64_t first = kvedge_first_position(of), stop = session->length - first;

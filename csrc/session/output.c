@@ -7,7 +7,7 @@
 
 kvedge_output kvedge_output_to(kvedge_session_sink sink, void *context) {
   kvedge_output out;
-  out.sink = sink, out.context = context, out.written = 0, out.failed = 0, out.held = 0;
+  out.sink = sink, out.context = context, out.written = 0, out.failed = 0, out.buffered = 0;
   return out;
 }
 
@@ -16,18 +16,18 @@ static void pass_on(kvedge_output *out, const void *bytes, size_t n) {
 }
 
 void kvedge_output_flush(kvedge_output *out) {
-  pass_on(out, out->buffer, out->held);
-  out->held = 0;
+  pass_on(out, out->buffer, out->buffered);
+  out->buffered = 0;
 }
 
 void kvedge_put(kvedge_output *out, const void *bytes, size_t n) {
   out->written += n;
-  if (n > sizeof out->buffer - out->held) kvedge_output_flush(out);
+  if (n > sizeof out->buffer - out->buffered) kvedge_output_flush(out);
   if (n > sizeof out->buffer) {
     pass_on(out, bytes, n);
   } else if (n > 0) {
-    memcpy(out->buffer + out->held, bytes, n);
-    out->held += n;
+    memcpy(out->buffer + out->buffered, bytes, n);
+    out->buffered += n;
   }
 }
 

@@ -10,7 +10,7 @@ typedef struct {
   void *context;
   uint64_t written; /* bytes so far */
   int failed;       /* the sink has refused bytes, and gets no more */
-  size_t held;      /* bytes that the sink has yet to get */
+  size_t buffered;  /* bytes that the sink has yet to get */
   char buffer[1024];
 } kvedge_output;
 

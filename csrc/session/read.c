@@ -574,8 +574,9 @@ static const char *count_tokens(const header *head, places *p, const kvedge_sess
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer *layer = &session->layers[i];
     const int64_t kept = kvedge_kept_rows(&layer->config), num_last = p->tensors[i].num_last;
-    if (p->tensors[i].num_first > layer->config.sinks || p->tensors[i].num_first > kvedge_held_tokens(session, layer) ||
-        num_last > (kept ? kept + ROOM : 0) || num_last > session->length - kvedge_first_position(layer))
+    if (p->tensors[i].num_first > layer->config.sinks ||
+        p->tensors[i].num_first > kvedge_stored_tokens(session, layer) || num_last > (kept ? kept + ROOM : 0) ||
+        num_last > session->length - kvedge_first_position(layer))
       return "a layer has more first or last tokens than its metadata says";
   }
   return NULL;

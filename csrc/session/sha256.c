@@ -42,12 +42,12 @@ void kvedge_sha256_begin(kvedge_sha256 *sha) {
 void kvedge_sha256_take(kvedge_sha256 *sha, const void *bytes, size_t n) {
   const uint8_t *from = bytes;
   while (n > 0) {
-    const size_t held = sha->bytes % 64, some = n < 64 - held ? n : 64 - held;
+    const size_t buffered = sha->bytes % 64, some = n < 64 - buffered ? n : 64 - buffered;
     if (some == 64) {
       compress(sha->state, from);
     } else {
-      memcpy(sha->block + held, from, some);
-      if (held + some == 64) compress(sha->state, sha->block);
+      memcpy(sha->block + buffered, from, some);
+      if (buffered + some == 64) compress(sha->state, sha->block);
     }
     sha->bytes += some, from += some, n -= some;
   }

@@ -13,7 +13,7 @@ static int can_be_written(const kvedge_contents *contents) {
   for (int i = 0; i < session->num_layers; i++) {
     const kvedge_session_layer layer = kvedge_contents_layer(contents, i);
     int64_t start;
-    if (kvedge_layer_range(contents->layers[i], &start) < kvedge_held_tokens(session, &layer)) return 0;
+    if (kvedge_layer_range(contents->layers[i], &start) < kvedge_stored_tokens(session, &layer)) return 0;
     /* Runs begin at multiples of 32 rows, and of 32 positions. */
     if (kvedge_in_runs(&layer.config) && (start - layer.dropped) % KVEDGE_RUN) return 0;
   }

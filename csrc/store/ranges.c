@@ -303,14 +303,14 @@ static void reload(kvedge_layer *layer, const kvedge_ranges *now, int64_t stop) 
 /* First tokens: those that follow them below first_stop. */
 static void append_first(kvedge_layer *layer, kvedge_ranges *now, const kvedge_array *keys, const kvedge_array *values,
                          int64_t num_tokens) {
-  const int64_t held = larger(0, smaller(now->num_first, now->stop - now->first_row));
-  const int64_t more = smaller(smaller(num_tokens, layer->first_stop - now->stop), layer->config.sinks - held);
-  if (more > 0 && now->start == now->stop) now->first_row = now->stop - held; /* an empty layer begins anew */
-  if (more <= 0 || now->first_row + held != now->stop) return;
-  store_tokens(layer->first, keys, values, 0, held, more);
+  const int64_t num_first = larger(0, smaller(now->num_first, now->stop - now->first_row));
+  const int64_t more = smaller(smaller(num_tokens, layer->first_stop - now->stop), layer->config.sinks - num_first);
+  if (more > 0 && now->start == now->stop) now->first_row = now->stop - num_first; /* an empty layer begins anew */
+  if (more <= 0 || now->first_row + num_first != now->stop) return;
+  store_tokens(layer->first, keys, values, 0, num_first, more);
   kvedge_raise_bound(&layer->first->key_bound, layer->last->checked.keys);
   kvedge_raise_bound(&layer->first->value_bound, layer->last->checked.values);
-  now->num_first = held + more;
+  now->num_first = num_first + more;
 }
 
 /* Last tokens, and the runs that they fill. */

@@ -49,10 +49,10 @@ cdef extern from *:
     #endif
     #include "system/float_mode.h"
     static float nearest_float(double number) { /* whatever the mode of the process */
-      volatile double given = number;
+      volatile double exact = number;
       volatile float nearest;
       const uint32_t before = kvedge_take_default_mode();
-      nearest = (float)given;
+      nearest = (float)exact;
       kvedge_give_back_mode(&before);
       return nearest;
     }
@@ -355,7 +355,7 @@ cdef class LayerStore:
             other = self._writing
             self._writing = _process
         if other and other != _process:  # a thread of the parent's, at the fork
-            self.set_len(self.held().num_tokens)  # without what it had not come to the end of
+            self.set_len(self.view().num_tokens)  # without what it had not come to the end of
         return other != _process
 
     cdef void _end_writing(self) noexcept:
@@ -381,17 +381,17 @@ cdef class LayerStore:
         """Tokens stored."""
         return kvedge_layer_len(self._opened().layer)
 
-    def held(self):
+    def view(self):
         cdef _Handle handle = self._opened()
         cdef int64_t start, length = kvedge_layer_range(handle.layer, &start)
-        return memory.Held(handle.slabs, start, length, handle.dropped + start, handle, handle.key_map)
+        return memory.LayerView(handle.slabs, start, length, handle.dropped + start, handle, handle.key_map)
 
     def snapshot(self, end=None):
         cdef _Handle handle = self._opened()
         cdef kvedge_ranges r
         cdef int64_t start
         if handle.apart is None:
-            return self.held()
+            return self.view()
         handle = _again(handle, handle.last_room - self._kept)
         kvedge_layer_range(handle.layer, &start)
         if end is not None:
@@ -404,7 +404,7 @@ cdef class LayerStore:
         parts = Parts(
             first, handle.dropped + r.first_row, last, handle.dropped + r.last_from,
             handle.body if self._in_runs else None, handle.dropped)
-        return memory.Held(
+        return memory.LayerView(
             handle.slabs, r.start, r.stop - r.start, handle.dropped + r.start, handle, handle.key_map, parts)
 
     def end(self):
@@ -701,7 +701,7 @@ cdef class LayerStore:
         cdef _Array turned
         cdef kvedge_array turned_rows
         turns = self.turns
-        before = layer_keys.mark(self) if decides else None
+        saved = layer_keys.savepoint(self) if decides else None
         try:
             if turns is not None and num_tokens > 0:
                 keys, values = self._checked(keys, values, many, layout)
@@ -728,31 +728,31 @@ cdef class LayerStore:
         except BaseException:
             self.turns = turns
             if decides:
-                layer_keys.return_to(self, before)
+                layer_keys.roll_back(self, saved)
             raise
 
     @staticmethod
     def append_step(stores, keys, values):
-        cdef list made = list(stores)
+        cdef list store_list = list(stores)
         cdef _Array key_rows, value_rows
         cdef LayerStore layer
         cdef Py_ssize_t begun = 0
         if not (
-            _read(keys, &key_rows) and _fits_batch(&key_rows, made, False, _KEYS) and key_rows.ndim == 3
-            and _read(values, &value_rows) and _fits_batch(&value_rows, made, False, _VALUES) and value_rows.ndim == 3
+            _read(keys, &key_rows) and _fits_batch(&key_rows, store_list, False, _KEYS) and key_rows.ndim == 3
+            and _read(values, &value_rows) and _fits_batch(&value_rows, store_list, False, _VALUES) and value_rows.ndim == 3
         ):
             return False
-        for each in made:
-            layer = <LayerStore>each
+        for store in store_list:
+            layer = <LayerStore>store
             if layer.turns is not None or layer.key_map_is_open():
                 return False
         _as_batch(&key_rows, False, True, False)
         _as_batch(&value_rows, False, True, False)
         try:
-            begun = _begin_writing_to(made)
-            return begun == len(made) and _append_to_all(made, &key_rows, &value_rows) == KVEDGE_OK
+            begun = _begin_writing_to(store_list)
+            return begun == len(store_list) and _append_to_all(store_list, &key_rows, &value_rows) == KVEDGE_OK
         finally:
-            _end_writing_to(made, begun)
+            _end_writing_to(store_list, begun)
 
     cdef inline bint _has_room(self, _Handle handle, int64_t num_tokens):
         """Whether the last tokens have the room for so many at once, and no more than they need."""
@@ -797,9 +797,9 @@ cdef class LayerStore:
 
     # ---- tokens out ------------------------------------------------------------------------------
 
-    def dequantize(self, held, bint values, int64_t start, int64_t stop, out):
-        cdef _Handle handle = held.source
-        cdef int64_t first_row = held.start
+    def dequantize(self, view, bint values, int64_t start, int64_t stop, out):
+        cdef _Handle handle = view.source
+        cdef int64_t first_row = view.start
         cdef float *data = _floats(out)
         cdef kvedge_status status
         with nogil:
@@ -955,14 +955,14 @@ cdef class LayerStore:
         cdef float *query_data
         cdef int num_heads = <int>(<cnp.ndarray>query).shape[0]
         cdef kvedge_status status
-        held = self.held()
-        handle = held.source
-        out = np.empty((num_heads, held.num_tokens), np.float32)
+        view = self.view()
+        handle = view.source
+        out = np.empty((num_heads, view.num_tokens), np.float32)
         checks.check_finite(query, "query")
-        for start, stop, turn in ranges_of(self.turns, held.num_dropped, 0, held.num_tokens):
+        for start, stop, turn in ranges_of(self.turns, view.num_dropped, 0, view.num_tokens):
             rows = to_float32(turned(turn, query, back=True)) if turn else query
             query_data = _floats(rows)
-            first_row, num_tokens = held.start + start, stop - start
+            first_row, num_tokens = view.start + start, stop - start
             logits = np.empty((num_heads, num_tokens), np.float32)
             status = kvedge_scores(
                 handle.layer, query_data, num_heads, c_scale, first_row, num_tokens, _floats(logits))
@@ -1123,9 +1123,9 @@ def bind():
         (attend_batch, _batch.attend_batch),
     ):
         function.__signature__ = signature(shown)
-    for each in signature(BaseKvLayer.attend).parameters.values():
-        if each.kind is each.KEYWORD_ONLY:
-            _DEFAULTS[each.name] = each.default
+    for parameter in signature(BaseKvLayer.attend).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            _DEFAULTS[parameter.name] = parameter.default
 
     @registry.backend_class
     class KvLayer(_LayerFace, BaseKvLayer):

@@ -1,10 +1,10 @@
 """Calls on several layers, and on one with arrays of any strides. Included by native.pyx."""
 
 cdef object _attend_to(
-    list layers, object given, const _Array *asked, bint one_layer, bint one_row, bint hnd, object out,
+    list layers, object original, const _Array *asked, bint one_layer, bint one_row, bint hnd, object out,
     dict options
 ):
-    """Attention of a query, `given` as it was `asked`: its shape is right, for one layer or for a batch of them.
+    """Attention of a query, `original` as it was `asked`: its shape is right, for one layer or for a batch of them.
 
     `options` are taken apart; their window is that of the layers where none was given.
     """
@@ -57,25 +57,25 @@ cdef object _attend_to(
         lengths.append(length)
         first_rows.append(first_row)
         if (<LayerStore>layer)._window is not None and handle.dropped + first_row > 0:
-            held = memory.Held(None, first_row, length, handle.dropped + first_row, None, None)
-            checks.check_reach((<LayerStore>layer).config, held, n_rows, window, sink_tokens)
+            view = memory.LayerView(None, first_row, length, handle.dropped + first_row, None, None)
+            checks.check_reach((<LayerStore>layer).config, view, n_rows, window, sink_tokens)
     kvedge_attention_defaults(&c_options)
     reads = ()
-    made = None  # keeps their arrays
+    resolved = None  # keeps their arrays
     if not (
         0 < shortest >= n_rows
         and _fill_plain(&c_options, &threads, longest, None, options, True)
     ):
         if not one_layer:
             _batch.check_lengths(lengths, n_rows, options.get("causal", True))
-        made = AttendOptions.make(
+        resolved = AttendOptions.make(
             head_dim, n_rows, num_heads, longest, None if one_layer else num, **options)
-        _fill(&c_options, made)
-        threads = made.num_threads
-        return_lse = made.return_lse
-        reads = made.arrays()
+        _fill(&c_options, resolved)
+        threads = resolved.num_threads
+        return_lse = resolved.return_lse
+        reads = resolved.arrays()
         if not one_layer:
-            mask_array = made.mask_bias if made.mask_bool is None else made.mask_bool
+            mask_array = resolved.mask_bias if resolved.mask_bool is None else resolved.mask_bool
     starts = None
     if one_layer:
         c_options.start = 0 if start.__class__ is int and start == 0 else checks.as_start(start, longest)
@@ -88,7 +88,7 @@ cdef object _attend_to(
         out = _empty(asked.ndim, out_shape)
         _read_ndarray(<cnp.ndarray>out, &to)
     else:
-        _read_out(out, given, asked, out_shape, handles, reads, &to)
+        _read_out(out, original, asked, out_shape, handles, reads, &to)
     _as_batch(&to, one_layer, one_row, hnd)
     lse = None
     if return_lse:
@@ -143,7 +143,7 @@ cdef object _attend_to(
     finally:
         PyMem_Free(calls)
     if status != KVEDGE_OK:
-        checks.check_finite(checks.as_ndarray(given, "query"), "query")
+        checks.check_finite(checks.as_ndarray(original, "query"), "query")
         _refuse_status(status)
     if not return_lse:
         return out
@@ -152,7 +152,7 @@ cdef object _attend_to(
 
 
 cdef _read_out(
-    out, given, const _Array *query, const cnp.npy_intp *out_shape, list handles, reads, _Array *to
+    out, original, const _Array *query, const cnp.npy_intp *out_shape, list handles, reads, _Array *to
 ):
     """Where the result of a query is written to."""
     cdef uintptr_t low, high, query_low, query_high
@@ -176,7 +176,7 @@ cdef _read_out(
     slabs = []
     for handle in handles:
         slabs += handle.arrays()
-    target = arrays.as_target(out, shape, reads=(arrays.memory_of(given, "query"), *slabs, *reads))
+    target = arrays.as_target(out, shape, reads=(arrays.memory_of(original, "query"), *slabs, *reads))
     if _read(out, to):
         return
     # A tensor that requires a gradient, where none is recorded, or a subclass of ndarray.
@@ -195,18 +195,18 @@ cdef _take_mask(kvedge_attention_options *c, cnp.ndarray mask, Py_ssize_t i):
 
 
 def attend_batch(layers, query, *, out=None, **options):
-    cdef list made = _as_stores(layers)
+    cdef list stores = _as_stores(layers)
     cdef _Array asked
     layout = options.get("layout", _NHD)
     cdef bint hnd = _is_hnd(layout), one_row
     read = query
-    if not (_read(query, &asked) and _fits_batch(&asked, made, hnd, _QUERY)):
-        read, one_row = _batch.as_query(query, made, layout)  # refuses or converts
+    if not (_read(query, &asked) and _fits_batch(&asked, stores, hnd, _QUERY)):
+        read, one_row = _batch.as_query(query, stores, layout)  # refuses or converts
         read = read[:, 0] if one_row else arrays.in_nhd(read, layout)
         _read_ndarray(<cnp.ndarray>read, &asked)
     try:
-        options["window"] = _batch.window_of(made, options.get("window"))
-        return _attend_to(made, query, &asked, False, asked.ndim == 3, hnd, out, options)
+        options["window"] = _batch.window_of(stores, options.get("window"))
+        return _attend_to(stores, query, &asked, False, asked.ndim == 3, hnd, out, options)
     except OutOfMemoryError:
         raise
     except MemoryError as error:
@@ -214,43 +214,43 @@ def attend_batch(layers, query, *, out=None, **options):
 
 
 def append_batch(layers, keys, values, *, layout="nhd"):
-    cdef list made = _as_stores(layers)
+    cdef list stores = _as_stores(layers)
     cdef bint hnd = _is_hnd(layout), decides = False, is_turned = False, right
     cdef _Array key_rows, value_rows
     cdef LayerStore layer
     right = (
-        _read(keys, &key_rows) and _fits_batch(&key_rows, made, hnd, _KEYS)
-        and _read(values, &value_rows) and _fits_batch(&value_rows, made, hnd, _VALUES)
+        _read(keys, &key_rows) and _fits_batch(&key_rows, stores, hnd, _KEYS)
+        and _read(values, &value_rows) and _fits_batch(&value_rows, stores, hnd, _VALUES)
     )
-    for each in made:
-        layer = <LayerStore>each
+    for store in stores:
+        layer = <LayerStore>store
         layer._opened()
         decides = decides or layer.key_map_is_open()
         right = right and not layer.frozen
         is_turned = is_turned or layer.turns is not None
     if is_turned:
-        dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
-        _append_each(made, dense_keys, dense_values)
+        dense_keys, dense_values = _batch.checked_rows(stores, keys, values, layout)
+        _append_each(stores, dense_keys, dense_values)
         return
     if right and not decides:
         _as_batch(&key_rows, False, key_rows.ndim == 3, hnd)
         _as_batch(&value_rows, False, value_rows.ndim == 3, hnd)
         if key_rows.shape[1] == value_rows.shape[1]:
-            _store_batch(made, keys, values, &key_rows, &value_rows, layout)
+            _store_batch(stores, keys, values, &key_rows, &value_rows, layout)
             return
-    dense_keys, dense_values = _batch.checked_rows(made, keys, values, layout)
+    dense_keys, dense_values = _batch.checked_rows(stores, keys, values, layout)
     _read_ndarray(<cnp.ndarray>dense_keys, &key_rows)
     _read_ndarray(<cnp.ndarray>dense_values, &value_rows)
-    marks = []
+    savepoints = []
     try:
-        for each, rows in zip(made, dense_keys):
-            if (<LayerStore>each).key_map_is_open() and len(rows):
-                marks.append((each, layer_keys.mark(each)))
-                layer_keys.decide(each, rows)
-        _store_batch(made, keys, values, &key_rows, &value_rows, layout)
+        for store, rows in zip(stores, dense_keys):
+            if (<LayerStore>store).key_map_is_open() and len(rows):
+                savepoints.append((store, layer_keys.savepoint(store)))
+                layer_keys.decide(store, rows)
+        _store_batch(stores, keys, values, &key_rows, &value_rows, layout)
     except BaseException:
-        for each, mark in marks:
-            layer_keys.return_to(each, mark)
+        for store, saved in savepoints:
+            layer_keys.roll_back(store, saved)
         raise
 
 
@@ -259,16 +259,16 @@ cdef _append_each(list layers, dense_keys, dense_values):
     cdef int64_t num_tokens = dense_keys.shape[1]
     if num_tokens == 0:
         return
-    marks = [(layer, layer_keys.mark(layer, num_tokens), len(layer)) for layer in layers]
+    savepoints = [(layer, layer_keys.savepoint(layer, num_tokens), len(layer)) for layer in layers]
     try:
         for layer in layers:
             room.reserve(layer, num_tokens)
         for layer, rows, value_rows in zip(layers, dense_keys, dense_values):
             layer.append(rows, value_rows)
     except BaseException:
-        for layer, mark, length in marks:
+        for layer, saved, length in savepoints:
             layer.set_len(length)
-            layer_keys.return_to(layer, mark)
+            layer_keys.roll_back(layer, saved)
         raise
     _slide_all(layers, num_tokens)
 
@@ -343,8 +343,8 @@ cdef kvedge_status _append_to_all(
     cdef LayerStore layer
     cdef _Handle handle
     cdef list handles = []
-    for each in layers:
-        layer = <LayerStore>each
+    for store in layers:
+        layer = <LayerStore>store
         handle = layer._opened()
         if num_tokens > layer._limit - kvedge_layer_len(handle.layer):
             return KVEDGE_ERROR_CAPACITY
@@ -371,15 +371,15 @@ cdef kvedge_status _append_to_all(
 
 cdef list _as_stores(layers):
     """The stores of layers of this backend."""
-    cdef list made = []
+    cdef list stores = []
     if type(layers) is list or type(layers) is tuple:
         for layer in layers:
             if not isinstance(layer, _LayerFace):
                 break
-            made.append((<_LayerFace>layer)._opened())
+            stores.append((<_LayerFace>layer)._opened())
         else:
-            if made:
-                return made
+            if stores:
+                return stores
     return _batch.as_stores(layers, LayerStore)
 
 
@@ -396,8 +396,8 @@ cdef bint _fits_batch(const _Array *array, list layers, bint hnd, int kind):
     if array.ndim != 3 and array.ndim != 4 or array.shape[0] != len(layers):
         return False
     heads = array.shape[1 if array.ndim == 3 or hnd else 2]
-    for each in layers:
-        layer = <LayerStore>each
+    for store in layers:
+        layer = <LayerStore>store
         if array.shape[array.ndim - 1] != (layer._value_head_dim if kind == _VALUES else layer._head_dim):
             return False
         if heads != layer._num_kv_heads:

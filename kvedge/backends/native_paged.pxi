@@ -18,7 +18,7 @@ cdef class _BlockStore(LayerStore):
         if status != KVEDGE_OK:
             raise KvedgeError(kvedge_strerror(status).decode())
 
-    def settle(self):
+    def quiesce(self):
         with nogil:
             kvedge_quiesce()
 
@@ -38,7 +38,7 @@ cdef class _BlockStore(LayerStore):
         cdef _Handle handle = self._opened()
         cdef int i, num_heads = 0, num_threads = options.num_threads
         cdef int num = <int>len(rows)
-        cdef int num_parts = num if table_size else sum([len(one.parts) for one in rows])
+        cdef int num_parts = num if table_size else sum([len(row.parts) for row in rows])
         cdef int64_t numbers = 0
         cdef list handles = []  # live until the call is over
         _fill(&c_options, options)
@@ -83,14 +83,14 @@ cdef class _BlockStore(LayerStore):
         finally:
             PyMem_Free(calls)
         if status != KVEDGE_OK:
-            for one in rows:
-                checks.check_finite(one.query, "query")
+            for row in rows:
+                checks.check_finite(row.query, "query")
             self._refuse_attend(rows[0].query, status)
 
     cdef kvedge_array _dense_heads(self, rows, cnp.npy_intp width):
         """Query rows, or results, (n, num_heads, width) side by side."""
-        cdef kvedge_array made
-        made.data, made.type = cnp.PyArray_DATA(<cnp.ndarray>rows), KVEDGE_TYPE_FLOAT32
-        made.head_stride = width * <int64_t>sizeof(float)
-        made.token_stride = (<cnp.ndarray>rows).shape[1] * made.head_stride
-        return made
+        cdef kvedge_array dense
+        dense.data, dense.type = cnp.PyArray_DATA(<cnp.ndarray>rows), KVEDGE_TYPE_FLOAT32
+        dense.head_stride = width * <int64_t>sizeof(float)
+        dense.token_stride = (<cnp.ndarray>rows).shape[1] * dense.head_stride
+        return dense

@@ -68,31 +68,31 @@ cdef int _take_state(object state, _Array *to, int ndim) except -1:
     return _check_writable(state, "the state")
 
 
-cdef int _check_apart(object one, const _Array *at, str name, object other, const _Array *other_at) except -1:
+cdef int _check_apart(object array, const _Array *at, str name, object other, const _Array *other_at) except -1:
     """LayoutError if an array that is written shares memory with another."""
     cdef uintptr_t low, high, other_low, other_high
     _bounds(at, &low, &high)
     _bounds(other_at, &other_low, &other_high)
     if low < other_high and other_low < high:
-        arrays.check_apart(arrays.memory_of(one, name), [arrays.memory_of(other, "an input")], name)
+        arrays.check_apart(arrays.memory_of(array, name), [arrays.memory_of(other, "an input")], name)
     return 0
 
 
 cdef int _take_out(
-    object out, _Array *to, object state, const _Array *held, tuple inputs, const _Array *read,
+    object out, _Array *to, object state, const _Array *state_array, tuple inputs, const _Array *read,
     int ndim, Py_ssize_t tokens, Py_ssize_t n2, Py_ssize_t n3=0
 ) except -1:
     """Where results go; neither they nor the state share memory with what is read."""
     cdef int i
-    _take(out, "out", to, ndim, held.shape[0], tokens, n2, n3)
+    _take(out, "out", to, ndim, state_array.shape[0], tokens, n2, n3)
     _check_writable(out, "out")
     if not _is_apart_from_itself(to):
         raise LayoutError("elements of out share memory")
-    _check_apart(out, to, "out", state, held)
+    _check_apart(out, to, "out", state, state_array)
     for i in range(len(inputs)):
         if inputs[i] is not None:
             _check_apart(out, to, "out", inputs[i], &read[i])
-            _check_apart(state, held, "the state", inputs[i], &read[i])
+            _check_apart(state, state_array, "the state", inputs[i], &read[i])
     return 0
 
 

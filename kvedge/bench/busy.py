@@ -24,7 +24,7 @@ while True:
 """
 
 # After a start or stop, until the system's scheduler has moved the threads around it.
-_SETTLE_SECONDS = 0.03
+_PAUSE_SECONDS = 0.03
 
 
 def can_stop_and_go() -> bool:
@@ -71,7 +71,7 @@ class BusyProcess:
         """Let it run for a while."""
         self._send("SIGCONT")
         try:
-            time.sleep(_SETTLE_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
             yield
         finally:
             self._send("SIGSTOP")

@@ -30,7 +30,7 @@ __all__ = [
 
 # Peers' idle threads spin before they sleep: GNU OpenMP's for about 300000 pauses, 17 ms at 140
 # cycles and 2.5 GHz. A pause before each sample that long leaves the cores to the one measured.
-_SETTLE_SECONDS = 0.02
+_PAUSE_SECONDS = 0.02
 # After a pause threads come late, and schedulers may put all of them on one processor at first: for
 # 4 ms on a Linux guest that packs what wakes.
 _WAKE_SECONDS = 0.01
@@ -45,9 +45,9 @@ class Conditions:
     budget_seconds: float
     hot: bool
 
-    def settle_seconds(self, num_threads: int) -> float:
+    def pause_seconds(self, num_threads: int) -> float:
         """Return the pause before each sample: with one thread nobody has threads to spin."""
-        return _SETTLE_SECONDS if num_threads > 1 else 0.0
+        return _PAUSE_SECONDS if num_threads > 1 else 0.0
 
     def wake_seconds(self, num_threads: int) -> float:
         """Return how long each then runs before it is measured, as one layer follows another."""
@@ -212,7 +212,7 @@ def measure_case(
             ],
             rounds=conditions.rounds,
             budget_seconds=conditions.budget_seconds,
-            settle_seconds=conditions.settle_seconds(num_threads),
+            pause_seconds=conditions.pause_seconds(num_threads),
             after_round=advance,
         )
         count = len(contest.entries)

@@ -216,7 +216,7 @@ def _measure_caches(run: Run, layers: int, kinds: Sequence[str], contexts: Seque
             tokens = [_filled(kind, model, context) for kind in kinds]
             for threads in run.options.threads:
                 torch.set_num_threads(threads)
-                samples = run.samples(tokens, settle_seconds=0.02)
+                samples = run.samples(tokens, pause_seconds=0.02)
                 run.report["cases"].append(_case(dtype, context, threads, tokens, samples))
             del tokens
             gc.collect()

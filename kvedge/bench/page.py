@@ -51,8 +51,8 @@ def tables_of(benchmark: Any, report: dict[str, Any]) -> list[Table]:
 
 def markdown_table(table: Table) -> str:
     """Return a heading and the table, as Markdown."""
-    marks = ["--:" if column.startswith(">") else ":--" for column in table.columns]
-    lines = [[column.lstrip(">") for column in table.columns], marks, *table.rows]
+    alignments = ["--:" if column.startswith(">") else ":--" for column in table.columns]
+    lines = [[column.lstrip(">") for column in table.columns], alignments, *table.rows]
     return f"## {table.title}\n\n" + "\n".join(map(_line, lines))
 
 

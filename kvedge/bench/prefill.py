@@ -92,7 +92,7 @@ def _measure_case(
                 ),
                 *product_probes(num_threads),
             ],
-            settle_seconds=conditions.settle_seconds(num_threads),
+            pause_seconds=conditions.pause_seconds(num_threads),
         )
         times = dict(zip(alone, samples, strict=False))
         count = len(alone) + len(appending)

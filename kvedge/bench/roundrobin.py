@@ -151,7 +151,7 @@ def round_robin(
     *,
     rounds: int,
     budget_seconds: float = math.inf,
-    settle_seconds: float = 0.0,
+    pause_seconds: float = 0.0,
     after_round: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
     """Let the samplers measure in turn, ``rounds`` times.
@@ -163,7 +163,7 @@ def round_robin(
         Samples of each.
     budget_seconds : float
         Time after which a sampler gets no more rounds, if it had :data:`MIN_ROUNDS`.
-    settle_seconds : float
+    pause_seconds : float
         Pause before each sample. Some libraries leave their threads spinning for some milliseconds
         after a call, on the cores that the next competitor is to use.
     after_round : callable
@@ -187,7 +187,7 @@ def round_robin(
             for i in _rotated(len(samplers), number):
                 if spent[i] > budget_seconds and len(samples[i]) >= MIN_ROUNDS:
                     continue
-                time.sleep(settle_seconds)
+                time.sleep(pause_seconds)
                 start = time.perf_counter()
                 samples[i].append(samplers[i].sample())
                 spent[i] += time.perf_counter() - start

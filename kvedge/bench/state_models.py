@@ -179,7 +179,7 @@ def measure_model(
                 calls = [_Call(name, model, context, is_token) for name in _KINDS]
                 for count in threads:
                     torch.set_num_threads(count)
-                    samples = run.samples(calls, settle_seconds=0.02)
+                    samples = run.samples(calls, pause_seconds=0.02)
                     run.report["models"].append(
                         _case(shape, dtype, context, 1 if is_token else context, count, samples)
                     )

@@ -107,8 +107,8 @@ def _measure_case(
             samplers += [_WhileBusy(sampler, busy) for sampler in samplers]
             states += [BUSY] * len(names)
         # Also with one thread: what is left of another's threads would look like a busy core.
-        settle_seconds = conditions.settle_seconds(num_threads + 1)
-        samples = run.samples(samplers, settle_seconds=settle_seconds)
+        pause_seconds = conditions.pause_seconds(num_threads + 1)
+        samples = run.samples(samplers, pause_seconds=pause_seconds)
     finally:
         contest.release()
     results: dict[str, dict[str, Any]] = {name: {"name": name} for name in names}

@@ -8,7 +8,7 @@ from kvedge.cache.state import CacheState
 from kvedge.core import checks, memory
 from kvedge.core.types import Array, Layout
 from kvedge.errors import CapacityExceededError, OutOfMemoryError
-from kvedge.layer.keys import mark, return_to
+from kvedge.layer.keys import roll_back, savepoint
 from kvedge.layer.room import slide
 from kvedge.layer.store import LayerStore
 
@@ -28,7 +28,7 @@ def check_position(
 def failed(state: CacheState, layer: int, start: int, error: MemoryError) -> OutOfMemoryError:
     """What append() raises where a layer ran out of memory."""
     if start < state.high_water[layer]:
-        # Broken off half way, perhaps: then bytes above may not be what marks stand for.
+        # Broken off half way, perhaps: then bytes above may not be what snapshots stand for.
         state.overwrites.add(start)
         state.high_water[layer] = start
     return memory.out_of_memory(error, f"tokens appended to layer {layer}")
@@ -50,13 +50,13 @@ def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
     # may be what a snapshot stands for: so they are put back as well.
     overwrites = max(state.high_water) > start
     if not state.stores or not state.stores[0].append_step(state.stores, keys, values):
-        marks = [(store, mark(store, 1)) for store in state.stores]
+        savepoints = [(store, savepoint(store, 1)) for store in state.stores]
         try:
             for store, key, value in zip(state.stores, keys, values, strict=True):
                 store.append(key, value)
         except BaseException:
-            for store, before in marks:
-                return_to(store, before)
+            for store, saved in savepoints:
+                roll_back(store, saved)
             # The layer named the element within its own token; these name it in the arrays given.
             checks.check_finite(keys, "keys")
             checks.check_finite(values, "values")

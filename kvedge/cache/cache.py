@@ -311,15 +311,15 @@ class KVCache(ConfigFacts):
         CapacityExceededError
             More tokens than ``max_seq_len``.
         """
-        held, limit = self.state(layer), self._state.max_seq_len
+        state, limit = self.state(layer), self._state.max_seq_len
         number = checks.as_int(n, "n")
-        if limit is not None and number > limit - held.position:
-            error = CapacityExceededError(f"no room for {number} tokens after {held.position}")
+        if limit is not None and number > limit - state.position:
+            error = CapacityExceededError(f"no room for {number} tokens after {state.position}")
             raise self._state.no_room(int(layer), error)
         if number < 0:
             raise InvalidArgumentError(f"n must be at least 0, not {number}: restore() goes back")
-        held.replace(**arrays)
-        held.advance(number)
+        state.replace(**arrays)
+        state.advance(number)
 
     def advance(self, n: int = 1) -> None:
         """Move the position past ``n`` tokens that every layer has been given.
@@ -515,12 +515,12 @@ class KVCache(ConfigFacts):
             The layer holds keys and values.
         """
         number = checks.check_layer(index, self._state.num_layers)
-        held = self._state.layers[number]
-        if not isinstance(held, StateLayer):
+        state = self._state.layers[number]
+        if not isinstance(state, StateLayer):
             raise InvalidArgumentError(
-                f"layer {number} holds keys and values, and no state: {held!r}", layer=number
+                f"layer {number} holds keys and values, and no state: {state!r}", layer=number
             )
-        return held
+        return state
 
     @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -539,11 +539,11 @@ class KVCache(ConfigFacts):
             read-only view of the stored keys; else a copy.
             A view keeps showing the tokens it was made for, and what later overwrites them.
         """
-        held, store = self._tokens_of(layer, "k()")
+        kv_layer, store = self._tokens_of(layer, "k()")
         plain = store.key_map.is_plain and not store.config.recent_dtype and store.turns is None
         if out is None and store.config.key_format.is_float32 and plain:
-            return held.key_codes
-        return held.keys(out=out)
+            return kv_layer.key_codes
+        return kv_layer.keys(out=out)
 
     @memory_for("the values of a layer")
     def v(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -553,26 +553,26 @@ class KVCache(ConfigFacts):
         -------
         ndarray of float32, (tokens, num_kv_heads, value_head_dim)
         """
-        held, store = self._tokens_of(layer, "v()")
+        kv_layer, store = self._tokens_of(layer, "v()")
         if out is None and store.config.values_are_codes and not store.config.recent_dtype:
-            return held.value_codes
-        return held.values(out=out)
+            return kv_layer.value_codes
+        return kv_layer.values(out=out)
 
     def _tokens_of(self, layer: int, call: str) -> tuple[KvLayer, LayerStore]:
         """A layer of keys and values."""
         state = self._state
         index = checks.check_layer(layer, state.num_layers)
-        held, store = state.layers[index], state.store_at[index]
-        if store is None or isinstance(held, StateLayer):
+        kv_layer, store = state.layers[index], state.store_at[index]
+        if store is None or isinstance(kv_layer, StateLayer):
             raise state.no_tokens(index, call)
-        return held, store
+        return kv_layer, store
 
     # ---- going back and forth --------------------------------------------------------------------
 
     def snapshot(self) -> KvCacheSnapshot:
-        """Mark this moment; nothing but states is copied. See :class:`kvedge.KvCacheSnapshot`.
+        """Take a snapshot; nothing but states is copied. See :class:`kvedge.KvCacheSnapshot`.
 
-        It marks the tokens advanced over: restoring it drops pending ones.
+        It is of the tokens advanced over: restoring it drops pending ones.
 
         Raises
         ------
@@ -588,15 +588,15 @@ class KVCache(ConfigFacts):
         Parameters
         ----------
         snapshot : KvCacheSnapshot
-            A mark made by this cache, or a detached snapshot of any cache of the same format, whose
+            Of this cache, or detached from any cache of the same format, whose
             bytes and key offsets then replace all that is here.
 
         Raises
         ------
         StaleSnapshotError
-            Tokens below a mark have been overwritten since.
+            Tokens of an attached snapshot have been overwritten since.
         InvalidArgumentError
-            Not a snapshot, or a mark of another cache.
+            Not a snapshot, or one attached to another cache.
         ShapeMismatchError
             A detached snapshot of another format.
         CapacityExceededError, OutOfMemoryError
@@ -655,7 +655,7 @@ class KVCache(ConfigFacts):
 
         ``len(cache)`` still counts all tokens seen, and the next one has that position; the layer
         holds fewer. It cannot go back behind this moment, but to no token at all, and snapshots
-        that are marks become stale. :class:`kvedge.Eviction` chooses tokens.
+        that are attached become stale. :class:`kvedge.Eviction` chooses tokens.
 
         Parameters
         ----------
@@ -813,7 +813,7 @@ class KVCache(ConfigFacts):
 
         Notes
         -----
-        Snapshots that are marks become stale; detached ones are of the old format. Layer objects
+        Attached snapshots become stale; detached ones are of the old format. Layer objects
         that :meth:`layer` gave before are no longer the cache's, and keep their memory while they
         live, as do arrays that show it.
         """
@@ -843,8 +843,8 @@ class KVCache(ConfigFacts):
     @memory_for("a pickle of the cache")
     def __reduce__(self) -> tuple[object, ...]:
         state, kind = self._state, registry.named(type(self))
-        held = (kind, state.contents(), state.max_seq_len, state.key_rule, state.metadata)
-        return restored, (*held, state.num_query_heads)
+        contents = (kind, state.contents(), state.max_seq_len, state.key_rule, state.metadata)
+        return restored, (*contents, state.num_query_heads)
 
     @memory_for("the file of the cache")
     def save(
@@ -936,8 +936,8 @@ class KVCache(ConfigFacts):
     @property
     def eviction(self) -> Eviction | None:
         """How the cache keeps within a budget (:class:`kvedge.KvCachePolicy`), or None."""
-        held = self._state.eviction
-        return None if held is None else held.eviction
+        cache_eviction = self._state.eviction
+        return None if cache_eviction is None else cache_eviction.eviction
 
     @property
     def _config(self) -> LayerConfig:  # type: ignore[override]

@@ -35,7 +35,7 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
     state.refuse_pending("keep()")
     state.refuse_evicted("keep()")
     for store in state.stores:
-        checks.check_whole(store.config, store.held(), "keep()")
+        checks.check_whole(store.config, store.view(), "keep()")
     moved = np.flatnonzero(positions != np.arange(len(positions)))
     if moved.size == 0:
         state.set_length(len(positions))
@@ -99,7 +99,7 @@ def shift(
             turned.append((store, own))
     shifts.owe(
         [
-            (store, shifts.check_shift(store, delta, own, *_held_range(store, start, stop)))
+            (store, shifts.check_shift(store, delta, own, *_stored_range(store, start, stop)))
             for store, own in turned
         ]
     )
@@ -117,7 +117,7 @@ def with_turns_stored(state: CacheState) -> CacheState:
     return other
 
 
-def _held_range(store: LayerStore, start: int, stop: int) -> tuple[int, int]:
+def _stored_range(store: LayerStore, start: int, stop: int) -> tuple[int, int]:
     """Positions start to stop of a cache as tokens of a layer, which may have dropped some."""
-    dropped = store.held().num_dropped
+    dropped = store.view().num_dropped
     return max(0, start - dropped), max(0, stop - dropped)

@@ -1,4 +1,4 @@
-"""Which bytes of a cache still are what its marks saw."""
+"""Which bytes of a cache still are what its snapshots are of."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["OverwriteLog"]
 
 
 class OverwriteLog:
-    """Which of a cache's past overwrites can still hurt a mark.
+    """Which of a cache's past overwrites can still make a snapshot stale.
 
     Each overwrite begins an epoch and has a lowest position. A later one at the same or a lower
-    position hurts every mark that an earlier one does, and more: so only those are kept whose
-    positions ascend with their epochs, and a mark is judged by the first after it.
+    position makes every snapshot stale that an earlier one does, and more: so only those are kept
+    whose positions ascend with their epochs, and a snapshot is judged by the first after it.
     """
 
     __slots__ = ("_entries", "epoch")
@@ -24,7 +24,7 @@ class OverwriteLog:
         self._entries: tuple[list[int], list[int]] = ([], [])
 
     def add(self, position: int) -> None:
-        """Note that tokens from ``position`` on are no longer what earlier marks saw."""
+        """Note that tokens from ``position`` on are no longer what earlier snapshots are of."""
         epochs, positions = self._entries
         kept = bisect_left(positions, position)
         if kept < len(positions):

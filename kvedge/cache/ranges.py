@@ -159,19 +159,19 @@ def _write_layers(
         if store.config.in_runs:
             _write_runs(store, start, length, source, n)
             continue
-        held, hold = store.snapshot(start), None
-        if held.parts is None:
+        view, hold = store.snapshot(start), None
+        if view.parts is None:
             set_end(store, start)  # a store looks anew at the rows that it gets back below
-            held = store.held()
+            view = store.view()
         else:
-            parts = held.parts.until(start)
+            parts = view.parts.until(start)
             if start + n == length:
                 parts = joined(parts, store.config, tokens.parts, n)
             else:  # the last ones are among those written over, or behind them
                 parts = parts.until(0)._replace(first=parts.first, last_at=length)
-            hold = store.holding(length, held.num_dropped, parts, held.start)
-        for slab, rows in zip(held.slabs, tokens.arrays, strict=True):
-            slab[held.start + start : held.start + start + n] = rows
+            hold = store.holding(length, view.num_dropped, parts, view.start)
+        for slab, rows in zip(view.slabs, tokens.arrays, strict=True):
+            slab[view.start + start : view.start + start + n] = rows
         if hold is None:
             set_end(store, length)
         else:
@@ -188,13 +188,13 @@ def _write_runs(to: LayerStore, start: int, length: int, store: LayerStore, n: i
     if start == len(to) and store is not to:
         _append(to, read_blocks(store, 0, n))
         return
-    keys, values = read_sides(store, store.held(), 0, n)
+    keys, values = read_sides(store, store.view(), 0, n)
     if start + n < length:
-        held = to.snapshot()
+        view = to.snapshot()
         parts = put(
-            held.parts, to.config, held.key_map, start, turned_back(to, keys, start), values
+            view.parts, to.config, view.key_map, start, turned_back(to, keys, start), values
         )
-        to.holding(held.num_tokens, held.num_dropped, parts, held.start)()
+        to.holding(view.num_tokens, view.num_dropped, parts, view.start)()
     else:
         set_end(to, start)
         to.append(keys, values)

@@ -52,7 +52,7 @@ def requantize(
 
 def _convert(old: LayerStore, new: LayerStore) -> None:
     """Fill an empty layer with the tokens of another."""
-    new.restart(old.held().num_dropped)
+    new.restart(old.view().num_dropped)
     for keys, values in read_blocks(old):
         new.append(keys, values)
     new.evicted_at = old.evicted_at
@@ -73,7 +73,7 @@ def _check_fits(old: LayerStore, new: LayerStore) -> None:
 
 def _surely_fits(old: LayerStore, new: LayerStore) -> bool:
     """Whether no element can pass the range of the new format, by a bound of all of them."""
-    config, tokens = old.config, old.held().tokens
+    config, tokens = old.config, old.view().tokens
     values = config.value_format.largest(tokens.value_codes, tokens.value_scales)
     if config.value_rotation or new.config.value_rotation:
         values *= LARGEST_GAIN**2  # of each

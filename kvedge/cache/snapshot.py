@@ -1,4 +1,4 @@
-"""What a cache held at one moment: a mark that costs nothing, or a copy that stands alone."""
+"""What a cache held at one moment: attached to the cache at no cost, or a copy, detached."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["KvCacheSnapshot", "restore", "snapshot"]
 class KvCacheSnapshot:
     """A moment of a :class:`kvedge.KVCache`, made by its ``snapshot()``.
 
-    As made it is a mark: it copies nothing but states, and ``restore`` accepts it as long as the
-    tokens below it have not been overwritten. ``detach()`` gives one that holds the stored bytes
+    As made it is attached to its cache: it copies nothing but states, and ``restore`` accepts it as
+    long as its tokens have not been overwritten. ``detach()`` gives one that holds the stored bytes
     themselves: it can always be restored, into any cache of the same format.
 
     ``keys`` and ``values`` are decoded each time they are asked for. A snapshot is written and read
     with ``to_bytes()`` and ``from_bytes()``, which trusts nothing that it reads; or by ``pickle``,
-    a detached one. Of a mark all of these give what ``detach()`` would, so a stale one raises
-    StaleSnapshotError; ``pickle`` refuses marks, which are of one cache alone.
+    a detached one. Of an attached one all of these give what ``detach()`` would, so a stale one
+    raises StaleSnapshotError; ``pickle`` refuses attached ones, which are of one cache alone.
 
     Like a number it never changes, so ``copy.copy`` and ``copy.deepcopy`` return it as it is.
     """
@@ -37,11 +37,11 @@ class KvCacheSnapshot:
     __slots__ = ("_contents", "_epoch", "_length", "_pending", "_state", "_states")
 
     _state: weakref.ref[CacheState] | None  # the cache's; None once detached
-    _contents: CacheContents | None  # None while a mark
-    _epoch: int  # of the cache, when the mark was made
+    _contents: CacheContents | None  # None while attached
+    _epoch: int  # of the cache, when the snapshot was taken
     _length: int
-    _pending: tuple[int, ...]  # layers that held tokens beyond the length when it was marked
-    _states: tuple[StateLayer, ...]  # copies, of a mark
+    _pending: tuple[int, ...]  # layers that held tokens beyond the length when it was taken
+    _states: tuple[StateLayer, ...]  # copies, while attached
 
     def __init__(self) -> None:
         raise InvalidArgumentError("a KvCacheSnapshot is made by KVCache.snapshot()")
@@ -127,7 +127,7 @@ class KvCacheSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it holds itself: for a mark 0, or those of its copies of states."""
+        """Bytes of what it holds itself: attached 0, or those of its copies of states."""
         if self._contents is None:
             return sum(state.nbytes for state in self._states)
         return self._contents.nbytes
@@ -145,8 +145,8 @@ class KvCacheSnapshot:
         StaleSnapshotError
             If the tokens have been overwritten since, or the cache no longer exists.
         LayersOutOfStepError
-            If layers held pending tokens when the mark was made, which the copy would lose; the
-            message names them.
+            If layers held pending tokens when the snapshot was taken, which the copy would lose;
+            the message names them.
         OutOfMemoryError
         """
         if self._contents is not None:
@@ -155,7 +155,7 @@ class KvCacheSnapshot:
 
     @memory_for("the bytes of a snapshot")
     def _copied(self, *, alone: bool = True) -> CacheContents:
-        """Copy what a mark stands for, which may lie above the cache's present length.
+        """Copy what an attached one stands for, which may lie above the cache's present length.
 
         `alone`: pending tokens, which are not in it, would be lost.
         """
@@ -167,9 +167,9 @@ class KvCacheSnapshot:
             )
         self._refuse_stale()
         if alone and self._pending:
-            held = "was" if len(self._pending) == 1 else "were"
+            verb = "was" if len(self._pending) == 1 else "were"
             raise LayersOutOfStepError(
-                f"detach() would lose tokens: {layer_names(list(self._pending))} {held} "
+                f"detach() would lose tokens: {layer_names(list(self._pending))} {verb} "
                 f"beyond position {self._length} when this snapshot was taken: advance() over them "
                 "or truncate() first, and take another"
             )
@@ -230,8 +230,8 @@ class KvCacheSnapshot:
     def __reduce__(self) -> tuple[object, ...]:
         if self._contents is None:
             raise InvalidArgumentError(
-                "a snapshot that is a mark in its cache cannot be pickled: pickle its detach(), or "
-                "take its to_bytes()"
+                "a snapshot attached to its cache cannot be pickled: pickle its detach(), or take "
+                "its to_bytes()"
             )
         return (KvCacheSnapshot._holding, (self._contents,))
 
@@ -239,45 +239,45 @@ class KvCacheSnapshot:
         if self._contents is not None:
             what = f"detached, {self._contents.format}"
         else:
-            what = "stale" if self.is_stale else "mark"
+            what = "stale" if self.is_stale else "attached"
         return f"<KvCacheSnapshot of {self._length} tokens ({what})>"
 
 
 def snapshot(state: CacheState) -> KvCacheSnapshot:
-    """Mark this moment of a cache."""
+    """Take a snapshot of a cache, attached to it."""
     ahead = [i for i in state.ahead(state.length) if state.store_at[i] is None]
     if ahead:
         raise LayersOutOfStepError(
-            f"snapshot() marks position {state.length}, and {layer_names(ahead)} hold states that "
+            f"snapshot() is of position {state.length}, and {layer_names(ahead)} hold states that "
             "have gone on: take it before they do, or advance() over their tokens",
             layer=ahead[0],
         )
-    mark = KvCacheSnapshot.__new__(KvCacheSnapshot)
-    mark._length = state.length  # first: what is overwritten after that lies above
-    mark._states = tuple(layer.copy() for layer in state.states)
-    mark._epoch = state.overwrites.epoch
-    mark._pending = tuple(state.ahead(mark._length))
-    mark._state = weakref.ref(state)
-    mark._contents = None
-    return mark
+    taken = KvCacheSnapshot.__new__(KvCacheSnapshot)
+    taken._length = state.length  # first: what is overwritten after that lies above
+    taken._states = tuple(layer.copy() for layer in state.states)
+    taken._epoch = state.overwrites.epoch
+    taken._pending = tuple(state.ahead(taken._length))
+    taken._state = weakref.ref(state)
+    taken._contents = None
+    return taken
 
 
-def restore(state: CacheState, mark: object) -> None:
-    """Return to a mark of this cache, or hold what a detached snapshot does."""
-    if not isinstance(mark, KvCacheSnapshot):
+def restore(state: CacheState, snapshot: object) -> None:
+    """Return to a snapshot of this cache, or hold what a detached one does."""
+    if not isinstance(snapshot, KvCacheSnapshot):
         raise InvalidArgumentError(
-            f"snapshot must be a KvCacheSnapshot, not {checks.describe(mark)}"
+            f"snapshot must be a KvCacheSnapshot, not {checks.describe(snapshot)}"
         )
-    if mark._contents is not None:
-        state.replace(mark._contents)
+    if snapshot._contents is not None:
+        state.replace(snapshot._contents)
         return
-    if mark._state is None or mark._state() is not state:
+    if snapshot._state is None or snapshot._state() is not state:
         raise InvalidArgumentError(
-            "this snapshot is a mark in another cache: only its detach() can be restored here"
+            "this snapshot is attached to another cache: only its detach() can be restored here"
         )
-    mark._refuse_stale()
-    state.set_length(mark._length)
-    state.put_states(mark._states)
+    snapshot._refuse_stale()
+    state.set_length(snapshot._length)
+    state.put_states(snapshot._states)
 
 
 def _holding(contents: CacheContents) -> CacheState:

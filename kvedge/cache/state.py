@@ -174,8 +174,8 @@ class CacheState:
     ) -> Self:
         """Make the state of a cache that holds ``contents``."""
         contents = contents.of_today
-        held = [layer.num_tokens for layer in contents.layers]
-        cache = cls.empty(contents.format, max_seq_len, key_rule, metadata, held)
+        lengths = [layer.num_tokens for layer in contents.layers]
+        cache = cls.empty(contents.format, max_seq_len, key_rule, metadata, lengths)
         for (number, _), state in zip(contents.format.states, contents.states, strict=True):
             cache.put_layer(number, state.copy())  # of its own class
         cache.replace(contents)
@@ -293,7 +293,7 @@ class CacheState:
                 raise PositionOutOfRangeError(
                     f"cannot go to position {length}: layer {index} keeps a window of "
                     f"{store.config.window} tokens, and has dropped those before "
-                    f"{store.held().num_dropped}"
+                    f"{store.view().num_dropped}"
                 )
 
     def refuse_pending(self, call: str) -> None:
@@ -315,7 +315,7 @@ class CacheState:
             if store.evicted_at:
                 raise InvalidArgumentError(
                     f"{call} needs all tokens: layer {index} has evicted "
-                    f"{store.held().num_dropped} of {store.end()}"
+                    f"{store.view().num_dropped} of {store.end()}"
                 )
 
     def ahead(self, length: int) -> list[int]:
@@ -333,13 +333,13 @@ class CacheState:
         """What advance() raises where layers have not been given their tokens."""
         ends = self.ends()
         lacking = [i for i, end in enumerate(ends) if end < length]
-        held = min(ends[i] for i in lacking)
+        fewest = min(ends[i] for i in lacking)
         return LayersOutOfStepError(
             f"cannot advance to position {length}: {layer_names(lacking)} of {self.num_layers} "
-            f"lack tokens (the shortest holds {held}): append to them first"
+            f"lack tokens (the shortest holds {fewest}): append to them first"
             + (", replace or step the states" if self.states else ""),
             expected=length,
-            got=held,
+            got=fewest,
             layer=lacking[0],
         )
 
@@ -357,14 +357,14 @@ class CacheState:
         `states` are those at the position, where the cache's own have gone on.
         """
         length = self.length if upto is None else upto  # first: layers never hold less
-        held = self.states if states is None else states
+        own_states = self.states if states is None else states
         return contents_of_stores(
             self.stores,
             self.format,
             length,
             upto,
             copy=copy,
-            states=tuple(state.copy() for state in held) if copy else held,
+            states=tuple(state.copy() for state in own_states) if copy else own_states,
         )
 
     def replace(self, contents: CacheContents) -> None:
@@ -442,17 +442,17 @@ def contents_of_stores(
     """The stored bytes of layers, up to a position or of all tokens they hold, and states."""
     layers = []
     for index, store in enumerate(stores):
-        held = store.snapshot(upto)
-        if upto is not None and not keeps(store, upto, held):
+        view = store.snapshot(upto)
+        if upto is not None and not keeps(store, upto, view):
             raise LayersOutOfStepError(
                 f"layer {index} has dropped tokens that position {upto} sees: they were "
                 "appended to meanwhile"
             )
-        n = held.num_tokens if upto is None else max(0, upto - held.num_dropped)
-        rows = slice(held.start, held.start + n)
-        arrays = [slab[rows].copy() if copy else slab[rows] for slab in held.slabs]
-        dropped = held.num_dropped if upto is None else min(held.num_dropped, upto)
-        parts = contents_of(held, store.config, dropped, dropped + n, copy=copy)
+        n = view.num_tokens if upto is None else max(0, upto - view.num_dropped)
+        rows = slice(view.start, view.start + n)
+        arrays = [slab[rows].copy() if copy else slab[rows] for slab in view.slabs]
+        dropped = view.num_dropped if upto is None else min(view.num_dropped, upto)
+        parts = contents_of(view, store.config, dropped, dropped + n, copy=copy)
         layers.append(
             LayerContents(
                 *(arrays[0], arrays[1], arrays[2], arrays[3], store.key_map),

@@ -138,8 +138,8 @@ def check_against(options: argparse.Namespace, cache: KVCache) -> None:
     if asked is not None and asked != stored_as(cache, "dtype"):
         flag = "--cache" if options.key_dtype is None else "--key-dtype"
         raise UsageError(f"{flag} {asked}: the session's cache is {stored_as(cache, 'dtype')}")
-    held = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
-    layers = [held.layer(i) for i in range(held.num_layers)]
+    local = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
+    layers = [local.layer(i) for i in range(local.num_layers)]
     group = options.group_size
     if group is not None and any(
         min(group, layer.head_dim) != layer.group_size for layer in layers
@@ -166,11 +166,11 @@ def _is_stored_by(policy: LayerPolicy, cache: Any) -> bool:
     configs = [store.config for store in state_of(getattr(cache, "part", cache)).stores]
     if len(configs) != len(policy.layers):
         return False
-    layers = [shape_of(held) | own for held, own in zip(configs, policy.layers, strict=True)]
+    layers = [shape_of(stored) | own for stored, own in zip(configs, policy.layers, strict=True)]
     wanted = layer_configs(None, layers, None, {})
     return all(
-        replace(held, capacity=1, limit=None) == replace(new, capacity=1, limit=None)
-        for held, new in zip(configs, wanted, strict=True)
+        replace(stored, capacity=1, limit=None) == replace(new, capacity=1, limit=None)
+        for stored, new in zip(configs, wanted, strict=True)
     )
 
 

@@ -109,7 +109,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
         chat.talk(options.prompt)
     finally:  # whatever ended it
         if options.save_session is not None:
-            with interrupts.held_back():
+            with interrupts.deferred():
                 chat.save(options.save_session)
     chat.stats()
     return OK
@@ -216,7 +216,7 @@ class _Chat:
         except KeyboardInterrupt:
             self._show(" (interrupted)")
         finally:
-            with interrupts.held_back():
+            with interrupts.deferred():
                 pieces.close()
         self._show("\n")
         generation = self.conversation.generation
@@ -238,7 +238,7 @@ class _Chat:
         if not self.conversation.num_turns:
             print("there is nothing to save yet")
             return
-        with interrupts.held_back():
+        with interrupts.deferred():
             self.conversation.save(file, self.path, self.settings, self.seed)
         with contextlib.suppress(OSError):  # a terminal that was closed
             print(f"saved to {printable(str(file))}")

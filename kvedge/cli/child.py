@@ -49,12 +49,12 @@ def how_it_ended(code: int) -> str:
         return f"signal {-code}"
 
 
-_MARK = "kvedge: "  # before lines of ours: packages print lines as well
+_PREFIX = "kvedge: "  # before lines of ours: packages print lines as well
 _TRY = f"""
 import sys
 from kvedge.core.packages import obstacle
 for name in sys.argv[1:]:
-    print({_MARK!r} + (obstacle(name) or ""), flush=True)
+    print({_PREFIX!r} + (obstacle(name) or ""), flush=True)
 """
 
 
@@ -82,7 +82,7 @@ def why_unusable(modules: Sequence[str]) -> dict[str, str]:
             out = late.stdout or b""
             text = out.decode(errors="replace") if isinstance(out, bytes) else out
             ended = f"no end after {SECONDS} s"
-        told = [line[len(_MARK) :] for line in text.splitlines() if line.startswith(_MARK)]
+        told = [line[len(_PREFIX) :] for line in text.splitlines() if line.startswith(_PREFIX)]
         found.update((name, why) for name, why in zip(left, told, strict=False) if why)
         del left[: len(told)]
         if left:  # importing the next ended the process, as one does that the processor cannot run

@@ -29,7 +29,7 @@ class ContextFull(CommandError):
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _TurnStart:
     """Where the conversation stood before a turn."""
 
     num_messages: int
@@ -90,11 +90,11 @@ class Conversation:
         self._keep = self._keep_asked = keep
         self._parse_special = parse_special
         self._options = options
-        self._held: list[int] = []  # tokens in the cache, in its order, then those to come
+        self._context: list[int] = []  # tokens in the cache, in its order, then those to come
         self._text: str | None = ""  # what they say; None: not what the template would write
         self._exact = 0  # first of them whose rows are those of a fresh run
         self._shifts = 0
-        self._marks: list[_Mark] = []  # before each turn
+        self._turn_starts: list[_TurnStart] = []  # before each turn
 
     @property
     def limit(self) -> int:
@@ -104,7 +104,7 @@ class Conversation:
     @property
     def num_turns(self) -> int:
         """Questions that were answered."""
-        return len(self._marks)
+        return len(self._turn_starts)
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Take a message of the user, and yield the answer as it is made.
@@ -123,23 +123,23 @@ class Conversation:
 
         messages = [*self.messages, {"role": "user", "content": text}]
         rendered, tokens, kept = self._rendered(messages)
-        mark = _Mark(len(self.messages), len(self._held), self._text, self._shifts)
+        start = _TurnStart(len(self.messages), len(self._context), self._text, self._shifts)
         if self._keep == -1:
             self._keep = min(len(tokens), self.limit - 2)
         try:
             self._make_room(tokens, kept)
         except ContextFull:
-            if not self._marks:
+            if not self._turn_starts:
                 self._keep = self._keep_asked
             raise
         self.messages = messages
-        self._marks.append(mark)
+        self._turn_starts.append(start)
         answer = ""
         generation = generate(
             self.model,
-            prompt=self._held[len(self.cache) :],
+            prompt=self._context[len(self.cache) :],
             cache=self.cache,
-            before=self._held[: len(self.cache)],
+            before=self._context[: len(self.cache)],
             sampler=self._sampler,
             context_shift=self._keep is not None,
             keep_tokens=self._keep or 0,
@@ -157,13 +157,13 @@ class Conversation:
 
     def undo(self) -> bool:
         """Forget the latest question and its answer; whether there was one."""
-        if not self._marks:
+        if not self._turn_starts:
             return False
-        mark = self._marks.pop()
-        del self.messages[mark.num_messages :]
+        start = self._turn_starts.pop()
+        del self.messages[start.num_messages :]
         self.generation = None
-        if mark.shifts == self._shifts and self._truncate(mark.num_tokens):
-            self._text = mark.text
+        if start.shifts == self._shifts and self._truncate(start.num_tokens):
+            self._text = start.text
         else:  # those tokens are no longer where they were
             self._text = None
         return True
@@ -173,18 +173,18 @@ class Conversation:
         self.cache.clear()
         self.messages = list(self._first)
         self.generation = None
-        self._held, self._text, self._exact, self._marks = [], "", 0, []
+        self._context, self._text, self._exact, self._turn_starts = [], "", 0, []
         self._keep = self._keep_asked
 
     def save(self, path: str, model_path: str, settings: dict[str, Any], seed: int) -> None:
         """Keep cache and messages in a session file."""
         conversation = {"messages": self.messages, "text": self._text}
         text = resume.SavedText(
-            tokens=self._held,
+            tokens=self._context,
             settings=settings,
             seed=seed,
             random_state=self._sampler.random_state,
-            exact=min(self._exact, len(self._held)),
+            exact=min(self._exact, len(self._context)),
             more={"conversation": json.dumps(conversation)},
         )
         self.cache.truncate(len(self.cache))  # an interrupt may have left layers out of step
@@ -216,11 +216,11 @@ class Conversation:
             raise CommandError(f"{path}: the session's conversation is damaged") from error
         self.cache, self.messages, self._text = cache, messages, text
         self._first = [message for message in messages[:1] if message["role"] == "system"]
-        self._held, self._exact = list(saved.tokens), saved.exact
-        self._shifts, self._marks, self.generation = 0, [], None
+        self._context, self._exact = list(saved.tokens), saved.exact
+        self._shifts, self._turn_starts, self.generation = 0, [], None
         self._keep = self._keep_asked
-        self._marks = [
-            _Mark(index, 0, None, -1)  # their tokens are not known: computed again
+        self._turn_starts = [
+            _TurnStart(index, 0, None, -1)  # their tokens are not known: computed again
             for index, message in enumerate(messages)
             if message["role"] == "user"
         ]
@@ -236,11 +236,11 @@ class Conversation:
             new = parts.after(len(self._text)).tokens(
                 self._tokenizer, bos=False, space_prefix=False
             )
-            return rendered, [*self._held, *new], len(self._held)
+            return rendered, [*self._context, *new], len(self._context)
         begins = self._template.bos_token
         spelled = bool(begins) and rendered.startswith(begins)
         tokens = parts.tokens(self._tokenizer, bos=False if spelled else None)
-        exact = self._held[: self._exact] if self._shifts else self._held
+        exact = self._context[: self._exact] if self._shifts else self._context
         return rendered, tokens, resume.common_prefix(exact, tokens)
 
     def _parts(self, messages: list[dict[str, str]]) -> ChatText:
@@ -263,7 +263,7 @@ class Conversation:
             )
         if not self._truncate(kept):
             kept = 0
-        self._held = tokens
+        self._context = tokens
         if too_many:
             self._shift(len(tokens) - max(kept, len(self.cache)))
 
@@ -274,7 +274,7 @@ class Conversation:
         assert self._keep is not None
         while len(self.cache) + coming >= self.limit:
             dropped = shift_context(self.model, self.cache, self._keep)
-            del self._held[self._keep : self._keep + dropped]
+            del self._context[self._keep : self._keep + dropped]
             self._note_shift()
 
     def _note_shift(self) -> None:
@@ -288,9 +288,9 @@ class Conversation:
             self.cache.truncate(min(count, len(self.cache)))
         except PositionOutOfRangeError:
             self.cache.clear()
-            self._held, self._text = [], None
+            self._context, self._text = [], None
             return False
-        del self._held[count:]
+        del self._context[count:]
         return True
 
     def _take(self, generation: Generation, rendered: str, answer: str) -> None:
@@ -302,7 +302,7 @@ class Conversation:
             self._note_shift()
         elif not self._shifts:
             self._exact = len(generation.context)
-        self._held = list(generation.context)
+        self._context = list(generation.context)
         self.messages = [*self.messages, {"role": "assistant", "content": answer}]
         # A stop string was cut off, or a character is incomplete: tokens say more than the text.
         whole = generation.stop_reason != "stop_string" and "\ufffd" not in answer[-1:]

@@ -12,8 +12,8 @@ __all__ = ["cache_figures", "describe_cache", "stored_as", "tokens_and_speed"]
 
 def stored_as(cache: Any, name: str) -> Any:
     """A fact of how a cache is stored: of all layers, or in words where they differ."""
-    held = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
-    found = dict.fromkeys(getattr(held.layer(i), name) for i in range(held.num_layers))
+    local = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
+    found = dict.fromkeys(getattr(local.layer(i), name) for i in range(local.num_layers))
     return next(iter(found)) if len(found) == 1 else ", ".join(map(str, found))
 
 
@@ -22,8 +22,8 @@ def cache_figures(cache: Any) -> dict[str, Any]:
 
     Of a ShardedKVCache: what all ranks take, how many they are, and what this one takes.
     """
-    held = getattr(cache, "part", cache)
-    layers = [held.layer(i) for i in range(held.num_layers)]
+    local = getattr(cache, "part", cache)
+    layers = [local.layer(i) for i in range(local.num_layers)]
     scaled = any(format_of(dtype).has_scales for c in layers for dtype in (c.dtype, c.value_dtype))
     fp32 = len(cache) * (cache.fp32_memory_bytes // cache.capacity)
     ranks = getattr(cache, "num_ranks", None)  # of a ShardedKVCache

@@ -10,7 +10,7 @@ from types import FrameType
 
 from kvedge.console import exits
 
-__all__ = ["Terminated", "as_interrupts", "code_of", "held_back"]
+__all__ = ["Terminated", "as_interrupts", "code_of", "deferred"]
 
 # SIGHUP: the terminal was closed. Windows has no such signal.
 _ENDING = tuple(
@@ -58,7 +58,7 @@ def as_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
+def deferred() -> Iterator[None]:
     """Let signals that end a command, Ctrl-C too, wait until the block is done."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -316,8 +316,8 @@ class LlamaCppCache:
         api = self.model.api
         buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         taken = api.llama_state_seq_set_data(self._pointer, buffer, len(state), 0) if length else 1
-        held = api.llama_memory_seq_pos_max(self._memory, 0) + 1
-        if not taken or held != length:
+        end = api.llama_memory_seq_pos_max(self._memory, 0) + 1
+        if not taken or end != length:
             raise CommandError(
                 f"{path}: this llama.cpp does not take the state, which another version of it "
                 f"wrote, or another model: {self.model._log.last_error()}"
@@ -422,18 +422,18 @@ class LlamaCppTokenizer(WithControlTexts):
         )
 
     def _parts(self, text: str, special: bool) -> list[int]:
-        """Tokens of a text that goes on; a mark that llama.cpp always takes as one is cut."""
+        """Tokens of a text that goes on; a control token's text that is to be text is cut."""
         if special:
             return self._continued(text, True)
         cut = [
-            mark
-            for mark in self.control_texts
-            if mark in text and not self._attributes[self._spelled[mark]] & _CONTROL
+            control
+            for control in self.control_texts
+            if control in text and not self._attributes[self._spelled[control]] & _CONTROL
         ]
         if not cut:
             return self._continued(text, False)
-        marks = "|".join(map(re.escape, sorted(cut, key=len, reverse=True)))
-        apart = re.sub(f"(?:{marks})", lambda found: f"{found[0][0]}\0{found[0][1:]}", text)
+        controls = "|".join(map(re.escape, sorted(cut, key=len, reverse=True)))
+        apart = re.sub(f"(?:{controls})", lambda found: f"{found[0][0]}\0{found[0][1:]}", text)
         return [token for part in apart.split("\0") for token in self._continued(part, False)]
 
     def _continued(self, text: str, special: bool) -> list[int]:

@@ -73,7 +73,7 @@ class Writer:
             output.note("the saved text had come to its end: --prompt TEXT takes it further")
         if options.prompt_cache is not None:
             self._reuse(options.prompt_cache)
-        self.held = list(self.tokens)  # those in the cache, in its order, then those to come
+        self.context = list(self.tokens)  # those in the cache, in its order, then those to come
         self._choose_sampling()
 
     def run(self) -> int:
@@ -95,11 +95,11 @@ class Writer:
         except BaseException:
             # As far as the text came; ranks save together or not at all.
             if self._file is not None and self.generation is not None and not self.options.group:
-                with interrupts.held_back():
+                with interrupts.deferred():
                     self._save(self._file)
             raise
         if self._file is not None:
-            with interrupts.held_back():
+            with interrupts.deferred():
                 self._save(self._file)
         summary = self._summary()
         if self.options.json:
@@ -183,25 +183,25 @@ class Writer:
             return
         from kvedge.llama import generate
 
-        cache, held, options = self.cache, self.held, self.options
-        if len(cache) >= len(held):  # all there, but the logits are needed once more
+        cache, context, options = self.cache, self.context, self.options
+        if len(cache) >= len(context):  # all there, but the logits are needed once more
             try:
-                cache.truncate(len(held) - 1)
+                cache.truncate(len(context) - 1)
             except PositionOutOfRangeError:
                 self.output.note(
                     f"note: the cache cannot go back by a token, as {self._moved_on(cache)}: "
-                    f"{len(held)} tokens are read again"
+                    f"{len(context)} tokens are read again"
                 )
                 cache.clear()
         limit = self.model.context_limit(cache)
-        room = limit - len(held) + 1  # the last token written need not be in the cache
+        room = limit - len(context) + 1  # the last token written need not be in the cache
         if room < 1:
             raise UsageError(
-                f"{len(held)} tokens of text and prompt do not fit the context of {limit} "
+                f"{len(context)} tokens of text and prompt do not fit the context of {limit} "
                 "(--context, or a shorter prompt)"
             )
         shifts = options.on_full == "shift"
-        self._keep = min(len(held) if options.keep == -1 else options.keep, limit - 2)
+        self._keep = min(len(context) if options.keep == -1 else options.keep, limit - 2)
         if _has_windows(cache) and (options.prompt_cache is not None or options.tokens == 0):
             self._read_but_the_last()
             if options.tokens == 0:
@@ -211,9 +211,9 @@ class Writer:
             most = min(most or 1, room)
         generation = generate(
             self.model,
-            prompt=held[len(cache) :],
+            prompt=context[len(cache) :],
             cache=cache,
-            before=held[: len(cache)],
+            before=context[: len(cache)],
             max_tokens=most or (1 if most == 0 else None),
             sampler=self._sampler(),
             stop=options.stop or (),
@@ -244,20 +244,20 @@ class Writer:
         """
         from kvedge.llama import generate
 
-        cache, held, options = self.cache, self.held, self.options
-        if len(cache) < len(held) - 1:
+        cache, context, options = self.cache, self.context, self.options
+        if len(cache) < len(context) - 1:
             self.reading = generate(
                 self.model,
-                prompt=held[len(cache) : -1],
+                prompt=context[len(cache) : -1],
                 cache=cache,
-                before=held[: len(cache)],
+                before=context[: len(cache)],
                 max_tokens=0,
                 num_threads=options.threads,
                 precision_bits=options.precision_bits,
             )
             next(self.reading, None)
             if options.prompt_cache is not None:
-                with interrupts.held_back():
+                with interrupts.deferred():
                     self._save(options.prompt_cache)
         self._is_kept = options.prompt_cache is not None
 
@@ -279,21 +279,21 @@ class Writer:
         exact = self.saved.exact if self.saved.tokens else len(self.tokens)
         if self.generation is not None and self.options.tokens != 0:
             state = self.generation.sampler.random_state
-            self.held = list(self.generation.context)
+            self.context = list(self.generation.context)
             if self.generation.dropped:
                 exact = min(exact, self._keep)
             elif exact >= len(self.saved.tokens):
-                exact = len(self.held)
+                exact = len(self.context)
         if self._is_kept and any(_dropped(self.cache)):
             return  # the prompt's own state is of more use than one behind an answer
         self.cache.truncate(len(self.cache))  # an interrupt may have left layers out of step
         text = resume.SavedText(
-            tokens=self.held,
+            tokens=self.context,
             ended=self.ended,
             settings=self.settings,
             seed=self.seed,
             random_state=state,
-            exact=min(exact, len(self.held)),
+            exact=min(exact, len(self.context)),
         )
         resume.save(path, self.cache, text, self.model, self.path, namespace=self._namespace)
 

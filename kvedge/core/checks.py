@@ -43,7 +43,7 @@ from kvedge.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvedge.core.memory import Held
+    from kvedge.core.memory import LayerView
 
 __all__ = [
     "FLOAT32_MAX",
@@ -156,50 +156,50 @@ def check_drop(n: Any, length: int) -> int:
 
 
 def check_reach(
-    config: LayerConfig, held: Held, n_rows: int, window: Any, sink_tokens: Any = 0
+    config: LayerConfig, view: LayerView, n_rows: int, window: Any, sink_tokens: Any = 0
 ) -> None:
     """InvalidArgumentError if query rows see tokens that a layer with a window has dropped.
 
     Parameters
     ----------
     config : LayerConfig
-    held : Held
+    view : LayerView
         What the layer holds.
     n_rows : int
         Query rows, of the last tokens.
     window, sink_tokens : int
         As given to ``attend``; the layer's own window where none was.
     """
-    if config.window is None or not held.num_dropped:
+    if config.window is None or not view.num_dropped:
         return
     if as_int(sink_tokens, "sink_tokens") > 0:
         raise InvalidArgumentError(
             f"sink_tokens are gone: a layer with window={config.window} keeps no first tokens"
         )
     reach = as_int(window, "window") + max(n_rows, 1) - 1
-    if reach > held.num_tokens:
+    if reach > view.num_tokens:
         raise InvalidArgumentError(
             f"{n_rows} query rows with a window of {window} see the last {reach} tokens, but a "
-            f"layer with window={config.window} has dropped all but {held.num_tokens}"
+            f"layer with window={config.window} has dropped all but {view.num_tokens}"
         )
 
 
-def check_back(config: LayerConfig, held: Held, n: int) -> None:
+def check_back(config: LayerConfig, view: LayerView, n: int) -> None:
     """PositionOutOfRangeError if the first `n` tokens held are too few for the layer's window."""
-    if config.window is None or not held.num_dropped or n >= config.window - 1:
+    if config.window is None or not view.num_dropped or n >= config.window - 1:
         return
     raise PositionOutOfRangeError(
-        f"cannot go back to token {held.num_dropped + n}: the {config.window - 1} tokens before "
-        f"it are in the window of the next, and those before {held.num_dropped} were dropped"
+        f"cannot go back to token {view.num_dropped + n}: the {config.window - 1} tokens before "
+        f"it are in the window of the next, and those before {view.num_dropped} were dropped"
     )
 
 
-def check_whole(config: LayerConfig, held: Held, call: str) -> None:
+def check_whole(config: LayerConfig, view: LayerView, call: str) -> None:
     """InvalidArgumentError if a layer with a window has dropped tokens, for a call that edits."""
-    if config.window is not None and held.num_dropped:
+    if config.window is not None and view.num_dropped:
         raise InvalidArgumentError(
             f"{call} of a layer with window={config.window} that has dropped "
-            f"{_tokens(held.num_dropped)}: its window would no longer be whole"
+            f"{_tokens(view.num_dropped)}: its window would no longer be whole"
         )
 
 

@@ -100,8 +100,8 @@ class KeyRule(NamedTuple):
     @classmethod
     def of_any(cls, rules: Iterable[KeyRule]) -> KeyRule:
         """What some layer of a cache has."""
-        held = tuple(rules)
-        return cls(any(rule.auto_offset for rule in held), any(rule.auto_scale for rule in held))
+        rules = tuple(rules)
+        return cls(any(rule.auto_offset for rule in rules), any(rule.auto_scale for rule in rules))
 
     def is_open(self, key_map: KeyMap, end: int) -> bool:
         """Whether tokens that are appended at a position may change the map.

@@ -84,8 +84,8 @@ class StoredRows(NamedTuple):
         return self.form.decode(self.codes[at], self.scales[at], self.shape, dtype)
 
 
-class Held(NamedTuple):
-    """What a layer holds at one moment: whoever reads takes it once.
+class LayerView(NamedTuple):
+    """The tokens of a layer at one moment: a reader takes one view, once.
 
     Its rows stay as they are while it lives, whatever a writer appends or drops meanwhile.
     """

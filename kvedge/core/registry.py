@@ -15,7 +15,7 @@ __all__ = ["activate", "active", "backend_class", "layer_types", "named", "resol
 
 _Class = TypeVar("_Class", bound=type)
 
-_MARK = "_is_backend_class"  # an attribute of the class itself, which outlives this module
+_ATTRIBUTE = "_is_backend_class"  # an attribute of the class itself, which outlives this module
 # Both are there already when this module is reloaded.
 _active: dict[str, Any] = globals().get("_active", {})
 #: The public layer classes by their dtype: those of kvedge.layer.types.
@@ -24,7 +24,7 @@ layer_types: dict[str, Any] = globals().get("layer_types", {})
 
 def backend_class(cls: _Class) -> _Class:
     """Make a class the active one of its name, with whichever backend (a decorator)."""
-    setattr(cls, _MARK, True)
+    setattr(cls, _ATTRIBUTE, True)
     _active[cls.__name__] = cls
     return cls
 
@@ -51,4 +51,4 @@ def resolved(name: str | type) -> Any:
 
 
 def _is_known(value: object) -> bool:
-    return isinstance(value, type) and _MARK in vars(value)
+    return isinstance(value, type) and _ATTRIBUTE in vars(value)

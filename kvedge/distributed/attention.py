@@ -160,7 +160,7 @@ def attend_part(
     if not runs:
         return
     store = store_of(layer)
-    held = len(store)
+    num_tokens = len(store)
     slopes = options.alibi_slopes
     has_mask = options.mask_bool is not None or options.mask_bias is not None
     positions = None
@@ -181,8 +181,8 @@ def attend_part(
                 back = np.arange(run.last - run.first - 1, -1, -1, dtype=np.float32)
                 lse[rows] += back[:, np.newaxis] * slopes
     finally:
-        if len(store) != held:
-            store.set_len(held)
+        if len(store) != num_tokens:
+            store.set_len(num_tokens)
 
 
 def _shares_bias(run: Run, slopes: np.ndarray) -> bool:

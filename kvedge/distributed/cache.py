@@ -119,7 +119,7 @@ class ShardedKVCache(ShardedFacts):
             }
         )
         told = share.tell([len(cache), cache.max_seq_len])
-        self._length = self._length_of([held for held, _ in told])
+        self._length = self._length_of([tokens for tokens, _ in told])
         self._max_seq_len = share.placement.longest(limit for _, limit in told)
         self._ends = [self._length] * cache.num_layers
         self._high_water = list(self._ends)
@@ -130,16 +130,16 @@ class ShardedKVCache(ShardedFacts):
         for store in state_of(cache).stores:
             close(store)
 
-    def _length_of(self, held: Sequence[int]) -> int:
+    def _length_of(self, lengths: Sequence[int]) -> int:
         """Tokens of the context of which ranks hold so many each."""
-        length = sum(held)
-        for rank, tokens in enumerate(held):
+        length = sum(lengths)
+        for rank, tokens in enumerate(lengths):
             wanted = int(self.placement.count(length, rank))
             if tokens != wanted:
                 raise GroupMismatchError(
                     f"the ranks do not fit together: rank {rank} holds {tokens} tokens, and "
                     f"{wanted} of a context of {length} tokens in {self.placement} (all ranks: "
-                    f"{', '.join(map(str, held))})",
+                    f"{', '.join(map(str, lengths))})",
                     expected=wanted,
                     got=tokens,
                 )
@@ -193,7 +193,7 @@ class ShardedKVCache(ShardedFacts):
             check_storable(part.config, part.key_map, keys, values)
         else:
             first.take(keys, values)  # which checks them as well
-        mine = self._share.held(start, start + n)
+        mine = self._share.own_positions(start, start + n)
         if len(mine) == n:
             self._part.append(index, keys, values)
         elif len(mine):
@@ -227,12 +227,12 @@ class ShardedKVCache(ShardedFacts):
         length = self._length + n
         lacking = [i for i, end in enumerate(self._ends) if end < length]
         if lacking:
-            held = min(self._ends[i] for i in lacking)
+            least = min(self._ends[i] for i in lacking)
             raise LayersOutOfStepError(
                 f"cannot advance to position {length}: {layer_names(lacking)} of "
-                f"{self.num_layers} lack tokens (the shortest holds {held}): append to them first",
+                f"{self.num_layers} lack tokens (the shortest holds {least}): append to them first",
                 expected=length,
-                got=held,
+                got=least,
                 layer=lacking[0],
             )
         self._part.advance(self._share.count(length) - len(self._part))
@@ -393,7 +393,7 @@ class ShardedKVCache(ShardedFacts):
             self._high_water = [0] * self.num_layers
 
     def snapshot(self) -> ShardedSnapshot:
-        """Mark this moment; nothing is copied. Pending tokens are not in it."""
+        """Take a snapshot; nothing is copied. Pending tokens are not in it."""
         return ShardedSnapshot(self, self._overwrites.epoch, tuple(self._ahead()))
 
     def restore(self, snapshot: ShardedSnapshot) -> None:
@@ -404,7 +404,7 @@ class ShardedKVCache(ShardedFacts):
         Raises
         ------
         StaleSnapshotError
-            Tokens below the mark have been overwritten since, on whichever rank.
+            Tokens of the snapshot have been overwritten since, on whichever rank.
         InvalidArgumentError
             Not a snapshot of this cache.
         """

@@ -234,9 +234,9 @@ def _assemble(folder: str, manifest: Mapping[str, Any], saved: Placement, share:
         for index, (store, theirs) in enumerate(zip(part.stores, source.stores, strict=True)):
             if not theirs.key_map.is_same(maps[index]):
                 raise CorruptFileError(f"{path}: layer {index} has another key offset or scale")
-            held = theirs.held()
-            for slab, stored in zip(store.slabs, held.slabs, strict=True):
-                slab[to] = stored[held.start + rows]
+            view = theirs.view()
+            for slab, stored in zip(store.slabs, view.slabs, strict=True):
+                slab[to] = stored[view.start + rows]
     assert part is not None
     part.adopt(tokens, [(tokens, key_map, 0, (), None, 0) for key_map in maps])
     return cache_over(KVCache, part)

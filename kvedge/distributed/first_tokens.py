@@ -55,24 +55,24 @@ class FirstTokens:
             They cannot be stored; nothing has changed.
         """
         whole, part = self._whole, self._part
-        mark = layer_keys.mark(whole)
+        saved = layer_keys.savepoint(whole)
         try:
             self._decide(keys, values)
-            held = part.held()
-            if held.num_tokens:  # even for the same map: this is not idempotent to the last bit
-                layer_keys.encode_anew(part, whole.key_map, held)
+            view = part.view()
+            if view.num_tokens:  # even for the same map: this is not idempotent to the last bit
+                layer_keys.encode_anew(part, whole.key_map, view)
             layer_keys.store_as(part, whole.key_map, KeyRule())
         except BaseException:
-            layer_keys.return_to(whole, mark)
+            layer_keys.roll_back(whole, saved)
             raise
 
     def check(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Raise what :meth:`take` would, and change nothing."""
-        mark = layer_keys.mark(self._whole)
+        saved = layer_keys.savepoint(self._whole)
         try:
             self._decide(keys, values)
         finally:
-            layer_keys.return_to(self._whole, mark)
+            layer_keys.roll_back(self._whole, saved)
 
     def _decide(self, keys: np.ndarray, values: np.ndarray) -> None:
         whole, rule = self._whole, self._whole.key_rule

@@ -42,8 +42,8 @@ class Share:
         """Tokens held here of the first `length` of a context."""
         return int(self.placement.count(length, self.rank))
 
-    def held(self, start: int, stop: int) -> np.ndarray:
-        """Which of the positions start to stop - 1 are held here, counted from start."""
+    def own_positions(self, start: int, stop: int) -> np.ndarray:
+        """Which of the positions start to stop - 1 are of this rank, counted from start."""
         return self.placement.held_by(self.rank, start, stop)
 
     def placement_facts(self) -> dict[str, Any]:

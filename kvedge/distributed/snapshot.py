@@ -61,5 +61,5 @@ class ShardedSnapshot:
         return other
 
     def __repr__(self) -> str:
-        what = "detached" if self.is_detached else "stale" if self.is_stale else "mark"
+        what = "detached" if self.is_detached else "stale" if self.is_stale else "attached"
         return f"<ShardedSnapshot of {self._length} tokens ({what})>"

@@ -122,11 +122,11 @@ def evaluate(
             tally.begin_block()
         for at in range(0, block.size - 1, chunk):
             targets = block[at + 1 : at + 1 + chunk]  # (n,)
-            part = block[at : at + targets.size]
-            exact = _Exact(tallies[0].reader.read(part), targets)
+            inputs = block[at : at + targets.size]
+            exact = _Exact(tallies[0].reader.read(inputs), targets)
             tallies[0].add(at, exact, exact.logits)
             for tally in tallies[1:]:
-                tally.add(at, exact, tally.reader.read(part))
+                tally.add(at, exact, tally.reader.read(inputs))
         for tally in tallies:
             tally.end_block()
     return [tally.result(tallies[0]) for tally in tallies]
@@ -180,12 +180,12 @@ class _Exact:
         self._normalizers = np.empty((2, targets.size, 1))
         positions = np.arange(targets.size)
         for rows in _few(targets.size, logits.shape[-1]):
-            part = logits[rows].astype(np.float64)
-            self._normalizers[:, rows] = _normalizers(part)
-            own, best = positions[: len(part)], self.best[rows]
-            lead = part[own, best]
-            part[own, best] = -np.inf
-            self.is_sure[rows] = lead - part.max(axis=-1) > SURE
+            block = logits[rows].astype(np.float64)
+            self._normalizers[:, rows] = _normalizers(block)
+            own, best = positions[: len(block)], self.best[rows]
+            lead = block[own, best]
+            block[own, best] = -np.inf
+            self.is_sure[rows] = lead - block.max(axis=-1) > SURE
 
     def log_p(self, rows: slice) -> np.ndarray:
         """Log-probabilities of a few of the tokens, float64 (rows, vocab_size)."""

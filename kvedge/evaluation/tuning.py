@@ -323,7 +323,7 @@ class _Maker:
         assert shape is not None
         return shape
 
-    def _held(self, at: int) -> int:
+    def _num_tokens(self, at: int) -> int:
         """Tokens that a layer holds."""
         window = self._shape(at).window
         return min(self._context, 2 * window) if window else self._context
@@ -365,7 +365,7 @@ class _Maker:
         config = layer_config(
             options.pop("dtype"), None, *sizes, value_head_dim=shape.value_head_dim, **options
         )
-        return float(self._held(at) * token_bytes(config.plain))
+        return float(self._num_tokens(at) * token_bytes(config.plain))
 
     def bits(self, pairs: Sequence[_Pair]) -> float:
         """Bits per value of all layers."""
@@ -384,7 +384,7 @@ class _Maker:
 
     @property
     def _values(self) -> int:
-        return sum(self._held(at) * self._shape(at).num_values for at in self.stored)
+        return sum(self._num_tokens(at) * self._shape(at).num_values for at in self.stored)
 
 
 def _moves(

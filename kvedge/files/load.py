@@ -209,11 +209,11 @@ def _read_states(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, StateConfig]
     for index, arrays in sorted(found.items()):
         if len(arrays) > MAX_ARRAYS:
             corrupt(f"layer {index} has {len(arrays)} arrays, more than a state holds")
-        held = sorted(arrays.items())
+        fields = sorted(arrays.items())
         config = StateConfig(
-            tuple(name for name, _ in held),
-            tuple(_STATE_DTYPES[tensor.dtype] for _, tensor in held),
-            tuple(tensor.shape for _, tensor in held),
+            tuple(name for name, _ in fields),
+            tuple(_STATE_DTYPES[tensor.dtype] for _, tensor in fields),
+            tuple(tensor.shape for _, tensor in fields),
         )
         states.append((index, config))
     return tuple(states)
@@ -416,9 +416,9 @@ def _check_tensors(tensors: Mapping[str, Tensor], described: _Described) -> None
             if name in tensors and may_have:
                 wanted[name] = ("F32", (config.num_kv_heads, config.head_dim))
         tokens, dropped = described.tokens[index], described.dropped[index]
-        held = _tokens_held(tensors, index, config, tokens, dropped)
+        counts = _slab_tokens(tensors, index, config, tokens, dropped)
         slabs = session.slabs_in_file(index, config)
-        for (_, prefix, own), count in zip(slabs, held, strict=True):
+        for (_, prefix, own), count in zip(slabs, counts, strict=True):
             layout, of_rows = memory.slab_layout(own), memory.tokens_per_rows(own)
             for field, dtype, n, (rows, _) in zip(
                 memory.Slabs._fields, session.types_of(own), of_rows, layout, strict=True
@@ -435,11 +435,11 @@ def _check_tensors(tensors: Mapping[str, Tensor], described: _Described) -> None
             corrupt(f"tensor {name} does not belong there")
 
 
-def _tokens_held(
+def _slab_tokens(
     tensors: Mapping[str, Tensor], index: int, config: LayerConfig, tokens: int, dropped: int
 ) -> list[int]:
     """Tokens of the rows and parts of a layer: of first and last ones it is up to the file."""
-    held = [tokens]
+    counts = [tokens]
     for part, prefix, own in session.slabs_in_file(index, config)[1:]:
         keys = tensors.get(f"{prefix}.key_codes")
         count = keys.shape[0] * own.key_format.tokens_per_row if keys and keys.shape else 0
@@ -448,14 +448,14 @@ def _tokens_held(
             spare = dropped % RUN if config.in_runs else 0
             most = min(last_rows(config), tokens + spare)
         elif part == "runs":
-            least = most = RUN * _num_runs(dropped, tokens, held[-1])
+            least = most = RUN * _num_runs(dropped, tokens, counts[-1])
         if not least <= count <= most:
             corrupt(
                 f"layer {index} has rows of {count} of its {part} tokens, where {least} to {most} "
                 f"belong to {tokens} tokens",
             )
-        held.append(count)
-    return held
+        counts.append(count)
+    return counts
 
 
 def _num_runs(dropped: int, tokens: int, last: int) -> int:
@@ -560,7 +560,7 @@ def _layer(
         if name in arrays:
             check_numbers(name, arrays[name], config)
     key_map = KeyMap(*map(arrays.get, vectors))
-    held = []
+    contents = []
     for part, prefix, own in session.slabs_in_file(index, config):
         slabs = memory.Slabs(*[arrays[f"{prefix}.{name}"] for name in memory.Slabs._fields])
         for name, array in zip(memory.Slabs._fields, slabs, strict=True):
@@ -568,8 +568,8 @@ def _layer(
         of_part = part_key_map(config, key_map) if part in ("first", "last") else key_map
         if not of_part.is_plain and slabs.key_codes.size:
             _check_key_map(index, config, slabs.side(False, own), of_part)
-        held.append(PartContents(slabs, of_part))
-    return key_map, parts_of_today(config, held[1:])
+        contents.append(PartContents(slabs, of_part))
+    return key_map, parts_of_today(config, contents[1:])
 
 
 def _check_key_map(

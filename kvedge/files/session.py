@@ -143,8 +143,8 @@ def _tensors(contents: CacheContents) -> TypedArrays:
     for index, (config, layer) in enumerate(
         zip(contents.format.layers, contents.layers, strict=True)
     ):
-        held = (layer.arrays, *(part.arrays for part in layer.parts))
-        for (_, prefix, own), arrays in zip(slabs_in_file(index, config), held, strict=True):
+        slabs = (layer.arrays, *(part.arrays for part in layer.parts))
+        for (_, prefix, own), arrays in zip(slabs_in_file(index, config), slabs, strict=True):
             for name, dtype, array in zip(Slabs._fields, types_of(own), arrays, strict=True):
                 tensors[f"{prefix}.{name}"] = (dtype, np.ascontiguousarray(array))
         for name, vector in zip(KEY_VECTORS, layer.key_map, strict=True):

@@ -17,13 +17,13 @@ from kvedge.layer.store import LayerStore, plain_store
 from kvedge.rope import Turns
 
 __all__ = [
-    "RowMark",
+    "RowCheckpoint",
     "Stored",
     "copy_of",
     "fill",
-    "mark_of_row",
     "new_store",
-    "return_to_mark",
+    "restore_row",
+    "row_checkpoint",
     "stored",
 ]
 
@@ -88,29 +88,29 @@ def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:
     With `num_dropped` so many tokens have gone before it, which the other may not know of: of runs
     a multiple of 32 more or fewer.
     """
-    held, config = store.snapshot(), store.config  # in this order: a writer may replace both
+    view, config = store.snapshot(), store.config  # in this order: a writer may replace both
     # It may have moved to fewer rows since.
-    rows = max(config.capacity, held.num_tokens)
+    rows = max(config.capacity, view.num_tokens)
     other = new_store(type(store), replace(config, capacity=rows))
-    end = held.num_dropped + held.num_tokens
-    parts = contents_of(held, config, held.num_dropped, end, copy=False)
-    dropped = held.num_dropped if num_dropped is None else num_dropped
+    end = view.num_dropped + view.num_tokens
+    parts = contents_of(view, config, view.num_dropped, end, copy=False)
+    dropped = view.num_dropped if num_dropped is None else num_dropped
     more = dropped, parts, store.turns, store.evicted_at
-    fill(other, held.tokens, store.key_map, store.key_rule, *more)
+    fill(other, view.tokens, store.key_map, store.key_rule, *more)
     return other
 
 
 def stored(store: LayerStore) -> Stored:
     """All that a layer holds, copied."""
-    held, config = store.snapshot(), store.config  # in this order: as in :func:`copy_of`
-    tokens = [np.array(rows) for rows in held.tokens]
-    end = held.num_dropped + held.num_tokens
-    parts = contents_of(held, config, held.num_dropped, end, copy=True)
-    more = held.num_dropped, parts, store.turns, store.evicted_at
+    view, config = store.snapshot(), store.config  # in this order: as in :func:`copy_of`
+    tokens = [np.array(rows) for rows in view.tokens]
+    end = view.num_dropped + view.num_tokens
+    parts = contents_of(view, config, view.num_dropped, end, copy=True)
+    more = view.num_dropped, parts, store.turns, store.evicted_at
     return config, tokens, store.key_map, store.key_rule, *more
 
 
-class RowMark(NamedTuple):
+class RowCheckpoint(NamedTuple):
     """What a layer needs to go back to where it was, all that it held being still there."""
 
     num_tokens: int
@@ -126,28 +126,28 @@ class RowMark(NamedTuple):
         return sum(array.nbytes for slabs in copies for array in slabs)
 
 
-def mark_of_row(store: LayerStore) -> RowMark:
+def row_checkpoint(store: LayerStore) -> RowCheckpoint:
     """Where a layer without a window is."""
-    rows, last, held = None, None, store.snapshot()
-    if held.parts is not None:
-        since = held.num_dropped + held.num_tokens - kept_rows(store.config)
-        last = memory.Slabs(*map(np.array, held.parts.since(since).last))
+    rows, last, view = None, None, store.snapshot()
+    if view.parts is not None:
+        since = view.num_dropped + view.num_tokens - kept_rows(store.config)
+        last = memory.Slabs(*map(np.array, view.parts.since(since).last))
     if store.key_rule.is_open(store.key_map, store.end()):
-        tokens = memory.Slabs(*(slab.copy() for slab in held.tokens))
-        rows = PartContents(tokens, held.key_map)
-    return RowMark(held.num_tokens, last, rows)
+        tokens = memory.Slabs(*(slab.copy() for slab in view.tokens))
+        rows = PartContents(tokens, view.key_map)
+    return RowCheckpoint(view.num_tokens, last, rows)
 
 
-def return_to_mark(store: LayerStore, mark: RowMark) -> None:
-    """Go back to a mark; the layer has only been appended to since, and further back nothing."""
-    store.set_len(mark.num_tokens)
-    if mark.rows is not None:
+def restore_row(store: LayerStore, checkpoint: RowCheckpoint) -> None:
+    """Go back to a checkpoint; the layer has only been appended to since, never cut below it."""
+    store.set_len(checkpoint.num_tokens)
+    if checkpoint.rows is not None:
         slabs = memory.reserve_slabs(store.config)
-        memory.copy_tokens(mark.rows.arrays, slabs, mark.num_tokens)
-        store.bind(slabs, store.config, mark.rows.key_map)
-        keys.store_as(store, mark.rows.key_map, store.key_rule)
-    if mark.last is not None:
-        held = store.snapshot()
-        at = store.end() - len(mark.last.key_codes)
-        parts = held.parts._replace(last=mark.last, last_at=at)
-        store.holding(held.num_tokens, held.num_dropped, parts, held.start)()
+        memory.copy_tokens(checkpoint.rows.arrays, slabs, checkpoint.num_tokens)
+        store.bind(slabs, store.config, checkpoint.rows.key_map)
+        keys.store_as(store, checkpoint.rows.key_map, store.key_rule)
+    if checkpoint.last is not None:
+        view = store.snapshot()
+        at = store.end() - len(checkpoint.last.key_codes)
+        parts = view.parts._replace(last=checkpoint.last, last_at=at)
+        store.holding(view.num_tokens, view.num_dropped, parts, view.start)()

@@ -15,7 +15,7 @@ __all__ = ["clear", "keep"]
 
 def clear(store: LayerStore) -> None:
     """Hold no token, and forget what of the key map the first ones decided."""
-    if store.held().num_dropped or (store.turns is not None and not store.frozen):
+    if store.view().num_dropped or (store.turns is not None and not store.frozen):
         store.restart()
     else:
         store.set_len(0)  # rows stay where they are: a cache may return to them
@@ -48,15 +48,15 @@ def keep(stores: Iterable[LayerStore], indices: np.ndarray) -> None:
 
 def _holding_kept(store: LayerStore, indices: np.ndarray) -> Callable[[], None] | None:
     """What makes a layer hold of first and last tokens those that it keeps."""
-    held = store.snapshot()
-    if held.parts is None:
+    view = store.snapshot()
+    if view.parts is None:
         return None
-    kept = parts.kept(held.parts, held.num_dropped, indices)
-    return store.holding(len(indices), held.num_dropped, kept, held.start)
+    kept = parts.kept(view.parts, view.num_dropped, indices)
+    return store.holding(len(indices), view.num_dropped, kept, view.start)
 
 
 def _turns_kept(store: LayerStore, indices: np.ndarray) -> Turns | None:
-    turns, dropped = store.turns, store.held().num_dropped
+    turns, dropped = store.turns, store.view().num_dropped
     if turns is not None and len(indices) and indices[-1] != len(indices) - 1:  # some move
         turns = turns.kept(indices + dropped, dropped) or None
     return turns
@@ -64,11 +64,11 @@ def _turns_kept(store: LayerStore, indices: np.ndarray) -> Turns | None:
 
 def _keep_runs(store: LayerStore, indices: np.ndarray) -> None:
     """Keep tokens that lie in runs: those that move are stored anew."""
-    first, held = _first_moved(indices), store.held()
+    first, view = _first_moved(indices), store.view()
     kept, rows = indices[first:], []
     for values in (False, True):
-        shape = store.config.rows_shape(values, held.num_tokens - first)
-        of_all = store.dequantize(held, values, first, held.num_tokens, np.empty(shape, np.float32))
+        shape = store.config.rows_shape(values, view.num_tokens - first)
+        of_all = store.dequantize(view, values, first, view.num_tokens, np.empty(shape, np.float32))
         rows.append(of_all[kept - first])
     before, store.turns = store.turns, None  # rows move as they are stored
     try:

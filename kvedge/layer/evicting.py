@@ -77,8 +77,8 @@ def _as_array(keep: object) -> np.ndarray:
 
 def _check_tail(store: LayerStore, indices: np.ndarray) -> None:
     """Raise where tokens go that a layer holds in another format besides, or parts of runs."""
-    config, held = store.config, store.held()
-    n, last = held.num_tokens, min(tail_needed(store.config), held.num_tokens)
+    config, view = store.config, store.view()
+    n, last = view.num_tokens, min(tail_needed(store.config), view.num_tokens)
     if last and not np.array_equal(
         indices[..., -last:], np.broadcast_to(np.arange(n - last, n), (*indices.shape[:-1], last))
     ):
@@ -87,7 +87,7 @@ def _check_tail(store: LayerStore, indices: np.ndarray) -> None:
             "have to be kept"
         )
     if config.in_runs:
-        runs = held.num_dropped % RUN == 0
+        runs = view.num_dropped % RUN == 0
         whole = np.zeros(-(-n // RUN) * RUN, bool)
         whole[n:] = True  # what the last run lacks
         for row in np.atleast_2d(indices):
@@ -107,17 +107,17 @@ def evict(store: LayerStore, indices: np.ndarray) -> None:
     n, kept = len(store), indices.shape[-1]
     if kept == n:
         return
-    held, moves, own = store.snapshot(), [], None  # all memory first
-    end = held.num_dropped + n
-    if held.parts is not None:
-        own = parts.evicted(held.parts, store.config, indices, held.num_dropped, n)
-    hold = store.holding(kept, end - kept, own, held.start)
+    view, moves, own = store.snapshot(), [], None  # all memory first
+    end = view.num_dropped + n
+    if view.parts is not None:
+        own = parts.evicted(view.parts, store.config, indices, view.num_dropped, n)
+    hold = store.holding(kept, end - kept, own, view.start)
     if not store.config.in_runs:  # whose rows have no bytes
         moved = np.flatnonzero(np.atleast_2d(indices != np.arange(kept)).any(0))
-        first, start = int(moved[0]) if len(moved) else kept, held.start
+        first, start = int(moved[0]) if len(moved) else kept, view.start
         to = slice(start + first, start + kept)
         moves = [
-            (slab[to], memory.rows_at(slab, indices[..., first:] + start)) for slab in held.slabs
+            (slab[to], memory.rows_at(slab, indices[..., first:] + start)) for slab in view.slabs
         ]
     for rows, moved_rows in moves:
         rows[...] = moved_rows

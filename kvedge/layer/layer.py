@@ -379,12 +379,12 @@ class KvLayer(ConfigFacts):
 
         As they came: :meth:`shift` does not turn these, but what is read of them.
         """
-        return _stored(self._store.held().tokens.key_codes)
+        return _stored(self._store.view().tokens.key_codes)
 
     @property
     def value_codes(self) -> np.ndarray:
         """Stored values, (len, H, value_head_dim); for the rest as :attr:`key_codes`."""
-        return _stored(self._store.held().tokens.value_codes)
+        return _stored(self._store.view().tokens.value_codes)
 
     @property
     def key_scales(self) -> np.ndarray:
@@ -392,12 +392,12 @@ class KvLayer(ConfigFacts):
 
         (len, H), or (len, H, num_groups) where a row has several; (len, H, 0) in float32 layers.
         """
-        return _scales(self._store.held().tokens.key_scales)
+        return _scales(self._store.view().tokens.key_scales)
 
     @property
     def value_scales(self) -> np.ndarray:
         """Scales of the values; as :attr:`key_scales`, in the groups of a value."""
-        return _scales(self._store.held().tokens.value_scales)
+        return _scales(self._store.view().tokens.value_scales)
 
     @property
     def key_offset(self) -> np.ndarray | None:
@@ -425,7 +425,7 @@ class KvLayer(ConfigFacts):
         store = self._store
         checks.check_unfrozen(store.frozen)
         n = checks.check_length(n, len(store))
-        checks.check_back(store.config, store.held(), n)
+        checks.check_back(store.config, store.view(), n)
         store.set_len(n)
 
     @memory_for("a layer that begins anew")
@@ -459,7 +459,7 @@ class KvLayer(ConfigFacts):
         """
         store = self._store
         checks.check_unfrozen(store.frozen)
-        checks.check_whole(store.config, store.held(), "keep()")
+        checks.check_whole(store.config, store.view(), "keep()")
         editing.keep([store], checks.check_keep(indices, len(store)))
 
     def drop_first(self, n: int) -> None:
@@ -571,7 +571,7 @@ class KvLayer(ConfigFacts):
     @property
     def num_dropped(self) -> int:
         """Tokens dropped or evicted so far, since the layer was made or cleared."""
-        return self._store.held().num_dropped
+        return self._store.view().num_dropped
 
     @property
     def window(self) -> int | None:

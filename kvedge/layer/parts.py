@@ -31,7 +31,7 @@ from kvedge.core import checks, memory
 from kvedge.core.config import RECENT_DTYPES, LayerConfig
 from kvedge.core.key_map import NO_MAP, KeyMap
 from kvedge.core.kivi import RUN
-from kvedge.core.memory import Held, Slabs
+from kvedge.core.memory import LayerView, Slabs
 from kvedge.errors import ScaleRangeError
 from kvedge.rope import Turn, Turns
 
@@ -180,14 +180,14 @@ def empty_parts(config: LayerConfig, position: int) -> Parts | None:
 
 
 def contents_of(
-    held: Held, config: LayerConfig, start: int, end: int, *, copy: bool
+    view: LayerView, config: LayerConfig, start: int, end: int, *, copy: bool
 ) -> tuple[PartContents, ...]:
     """First tokens, last tokens and runs of positions `start` to `end`, as they are stored.
 
-    `held` is the store's ``snapshot(end)``. Of last ones there are no more than :func:`kept_rows`
+    `view` is the store's ``snapshot(end)``. Of last ones there are no more than :func:`kept_rows`
     of the layer's config.
     """
-    parts = held.parts
+    parts = view.parts
     if parts is None:
         return ()
     first, last = parts.first, parts.last
@@ -198,7 +198,7 @@ def contents_of(
     if not 0 <= stop <= len(last.key_codes):
         stop = 0
     since = start // RUN * RUN if config.in_runs else start  # runs need those before it
-    since = max(since, max(end, held.num_dropped + held.num_tokens) - kept_rows(config))
+    since = max(since, max(end, view.num_dropped + view.num_tokens) - kept_rows(config))
     of_last = slice(min(stop, max(0, since - parts.last_at)), stop)
     contents = [
         PartContents(Slabs(*(array[rows] for array in arrays)), NO_MAP)
@@ -208,7 +208,7 @@ def contents_of(
         begin = end - len(contents[1].arrays.key_codes)
         rows = (start - parts.runs_at, runs_end(end, begin) - parts.runs_at)
         arrays = memory.rows_of(parts.runs, config.run, *rows)
-        contents.append(PartContents(arrays, held.key_map))
+        contents.append(PartContents(arrays, view.key_map))
     if copy:
         contents = [part._replace(arrays=Slabs(*map(np.array, part.arrays))) for part in contents]
     return tuple(contents)
@@ -331,15 +331,15 @@ def joined(parts: Parts, config: LayerConfig, contents: Sequence[PartContents], 
 def kept(parts: Parts, start: int, indices: np.ndarray) -> Parts:
     """The parts of a layer of rows from a position on that keeps these tokens alone."""
     positions = indices + start
-    held = []
+    slabs = []
     for arrays, at in ((parts.first, parts.first_at), (parts.last, parts.last_at)):
         those = positions[(at <= positions) & (positions < at + len(arrays.key_codes))]
-        held.append(Slabs(*(slab[those - at] for slab in arrays)))
+        slabs.append(Slabs(*(slab[those - at] for slab in arrays)))
         if at == parts.first_at and len(those) and positions[0] != those[0]:
-            held[-1] = _rows(held[-1], 0, 0)
+            slabs[-1] = _rows(slabs[-1], 0, 0)
     end = start + len(positions)
     return parts._replace(
-        first=held[0], first_at=start, last=held[1], last_at=end - len(held[1].key_codes)
+        first=slabs[0], first_at=start, last=slabs[1], last_at=end - len(slabs[1].key_codes)
     )
 
 
@@ -363,8 +363,8 @@ def evicted(
         return rest
     form = config.run
     runs = (indices[..., ::RUN] + start - parts.runs_at) // RUN
-    held = runs_end(start + num_tokens, parts.last_at) - parts.runs_at
-    runs = runs[..., runs.max(axis=tuple(range(runs.ndim - 1))) < -(-held // RUN)]
+    num_run_tokens = runs_end(start + num_tokens, parts.last_at) - parts.runs_at
+    runs = runs[..., runs.max(axis=tuple(range(runs.ndim - 1))) < -(-num_run_tokens // RUN)]
     rows = memory.rows_of_runs(parts.runs, form, runs)
     return rest._replace(runs=rows, runs_at=start + gone)
 

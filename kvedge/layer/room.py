@@ -11,7 +11,7 @@ from dataclasses import replace
 from kvedge.core import checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.kivi import RUN
-from kvedge.core.memory import Held
+from kvedge.core.memory import LayerView
 from kvedge.layer.store import LayerStore
 
 __all__ = [
@@ -56,30 +56,30 @@ def _rows_for(tokens: int, config: LayerConfig, *, drops: bool) -> int:
 
 def reserve(store: LayerStore, n: int) -> None:
     """Have room for `n` more tokens, or raise what says that there cannot be."""
-    held, config = store.held(), store.config
-    checks.check_room(config, held.num_tokens, n)
-    if n > config.capacity - held.start - held.num_tokens:
-        _move(store, held.num_tokens + n)
+    view, config = store.view(), store.config
+    checks.check_room(config, view.num_tokens, n)
+    if n > config.capacity - view.start - view.num_tokens:
+        _move(store, view.num_tokens + n)
 
 
 def room_until(store: LayerStore) -> int:
     """Position up to which tokens can be appended without moving."""
-    held, config = store.held(), store.config
-    rows = config.capacity - held.start
+    view, config = store.view(), store.config
+    rows = config.capacity - view.start
     if config.limit is not None:
         rows = min(rows, config.limit)
-    return held.num_dropped + rows
+    return view.num_dropped + rows
 
 
-def keeps(store: LayerStore, length: int, held: Held | None = None) -> bool:
+def keeps(store: LayerStore, length: int, view: LayerView | None = None) -> bool:
     """Whether it can go to a position: what the next token there sees was not dropped."""
-    held = store.held() if held is None else held
+    view = store.view() if view is None else view
     window = store.config.window
-    if not held.num_dropped or not length:
+    if not view.num_dropped or not length:
         return True
     if window is None:
         return 0 < store.evicted_at <= length
-    return length - held.num_dropped >= window - 1
+    return length - view.num_dropped >= window - 1
 
 
 def set_end(store: LayerStore, length: int) -> None:
@@ -87,12 +87,12 @@ def set_end(store: LayerStore, length: int) -> None:
     if restarts(store, length):
         store.restart()
     else:
-        store.set_len(length - store.held().num_dropped)
+        store.set_len(length - store.view().num_dropped)
 
 
 def restarts(store: LayerStore, length: int) -> bool:
     """Whether going to a position begins anew, at row 0."""
-    return not length and store.held().num_dropped > 0
+    return not length and store.view().num_dropped > 0
 
 
 def slide(store: LayerStore, n: int) -> None:
@@ -113,24 +113,24 @@ def shrink(store: LayerStore) -> None:
     rows = max(2 * tokens, FIRST_ROWS)
     if config.in_runs or config.capacity <= 4 * rows:
         return
-    config, held = replace(config, capacity=rows), store.held()
+    config, view = replace(config, capacity=rows), store.view()
     try:
         slabs = memory.reserve_slabs(config)
     except MemoryError:  # then it stays where it is
         return
-    memory.copy_tokens(held.tokens, slabs, tokens)
+    memory.copy_tokens(view.tokens, slabs, tokens)
     store.bind(slabs, config)
 
 
 def _move(store: LayerStore, tokens: int) -> None:
     """Take other slabs with room for `tokens`, those that are held included."""
-    held = store.held()
+    view = store.view()
     if store.config.in_runs:  # the first one moves along
-        tokens += held.start % RUN
-    rows = _rows_for(tokens, store.config, drops=held.start > 0)
+        tokens += view.start % RUN
+    rows = _rows_for(tokens, store.config, drops=view.start > 0)
     config = replace(store.config, capacity=rows)
     slabs = memory.reserve_slabs(config)
     # Up to the last that was written: a cache may go back to tokens above the length.
-    written = slice(held.start, held.start + store.written())
-    memory.copy_tokens([slab[written] for slab in held.slabs], slabs, store.written())
+    written = slice(view.start, view.start + store.written())
+    memory.copy_tokens([slab[written] for slab in view.slabs], slabs, store.written())
     store.bind(slabs, config)

@@ -9,7 +9,7 @@ import numpy as np
 from kvedge.core import checks
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.kivi import RUN
-from kvedge.core.memory import Held
+from kvedge.core.memory import LayerView
 from kvedge.errors import InvalidArgumentError
 from kvedge.layer.keys import whole_or_nothing
 from kvedge.layer.parts import Parts, with_keys
@@ -45,7 +45,7 @@ def owe(stores: Sequence[tuple[LayerStore, Turns]]) -> None:
 def store_turns(store: LayerStore) -> None:
     """Store all keys turned, so that none are still to be turned."""
     turns = store.turns or NO_TURNS
-    for first, last, turn in turns.ranges(store.held().num_dropped, store.end()):
+    for first, last, turn in turns.ranges(store.view().num_dropped, store.end()):
         if turn:
             store_turned(store, turn, first, last)
             turns = turns.spliced(first, last, NO_TURNS, first, ends=False)
@@ -64,7 +64,7 @@ def check_shift(
         raise InvalidArgumentError(f"rope must be a kvedge.Rope, not {checks.describe(rope)}")
     rotation = Rotation.of(rope, delta, store.config.head_dim)
     start, stop = checks.check_range(start, stop, len(store))
-    turns, dropped = store.turns or NO_TURNS, store.held().num_dropped
+    turns, dropped = store.turns or NO_TURNS, store.view().num_dropped
     if not delta or start == stop:
         return turns
     checks.check_finite(np.array(rotation.angles), "the angles of the turn")
@@ -90,48 +90,48 @@ def check_turn(store: LayerStore, turn: Turn, start: int, stop: int) -> None:
 
 def store_turned(store: LayerStore, turn: Turn, start: int, stop: int) -> None:
     """Store the keys of some positions anew, turned, in their other format too."""
-    held, parts = _turned_parts(store, turn, start, stop)
-    hold = store.holding(held.num_tokens, held.num_dropped, parts, held.start)
+    view, parts = _turned_parts(store, turn, start, stop)
+    hold = store.holding(view.num_tokens, view.num_dropped, parts, view.start)
     if not store.config.in_runs:
-        row = held.start + start - held.num_dropped
+        row = view.start + start - view.num_dropped
         codes, scales = _encoded(store, turn, start, stop)
-        held.slabs.key_codes[row : row + len(codes)] = codes
-        held.slabs.key_scales[row : row + len(codes)] = scales
+        view.slabs.key_codes[row : row + len(codes)] = codes
+        view.slabs.key_scales[row : row + len(codes)] = scales
     hold()
 
 
 def _turned_parts(
     store: LayerStore, turn: Turn, start: int, stop: int
-) -> tuple[Held, Parts | None]:
+) -> tuple[LayerView, Parts | None]:
     """What a layer holds now, and its parts with the keys of some positions turned."""
-    held = store.snapshot()
-    if held.parts is None:
-        return held, None
+    view = store.snapshot()
+    if view.parts is None:
+        return view, None
 
     def turned_by(keys: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):  # refused when it is encoded
             return turned(turn, keys).astype(np.float32)
 
-    return held, with_keys(held.parts, store.config, held.key_map, turned_by, start, stop)
+    return view, with_keys(view.parts, store.config, view.key_map, turned_by, start, stop)
 
 
 def _may_overflow(store: LayerStore, turn: Turn, start: int, stop: int) -> bool:
     """Whether some turned key could pass the range of what it is stored in."""
-    config, held = store.config, store.held()
+    config, view = store.config, store.view()
     if config.recent_dtype:  # in several formats: by the keys as they are read
         keys = np.empty(config.rows_shape(False, stop - start), np.float32)
-        store.dequantize(held, False, start - held.num_dropped, stop - held.num_dropped, keys)
+        store.dequantize(view, False, start - view.num_dropped, stop - view.num_dropped, keys)
         body = config.run if config.in_runs else config
         limits = (stored.key_format.limit(stored.key_rows) for stored in (body, config.part_config))
-        if held.key_map.is_plain:
+        if view.key_map.is_plain:
             return 1.02 * SQRT2 * float(np.abs(keys).max(initial=0.0)) > min(limits)
         return True
-    tokens, key_map = held.tokens, held.key_map
+    tokens, key_map = view.tokens, view.key_map
     offset = 0.0 if key_map.offset is None else float(np.abs(key_map.offset).max())
     low, high = 1.0, 1.0
     if key_map.scale is not None:
         low, high = float(key_map.scale.min()), float(key_map.scale.max())
-    form, rows = config.key_format, slice(start - held.num_dropped, stop - held.num_dropped)
+    form, rows = config.key_format, slice(start - view.num_dropped, stop - view.num_dropped)
     largest = form.largest(tokens.key_codes[rows], tokens.key_scales[rows]) * high + offset
     # A rotation makes a channel at most sqrt(2) times the largest; the rest is for rounding.
     bound = 1.01 * (SQRT2 * largest + offset) / low
@@ -141,18 +141,18 @@ def _may_overflow(store: LayerStore, turn: Turn, start: int, stop: int) -> bool:
 @in_default_mode
 def _encoded(store: LayerStore, turn: Turn, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of the turned keys of rows, made by a store of the same kind."""
-    own, dropped = rows_alone(store), store.held().num_dropped
-    row = store.held().start - dropped
-    start, stop, held, config = start + row, stop + row, own.held(), own.config
+    own, dropped = rows_alone(store), store.view().num_dropped
+    row = store.view().start - dropped
+    start, stop, view, config = start + row, stop + row, own.view(), own.config
     step = block_tokens(config)
     scratch = scratch_store(own, max(1, min(step, stop - start)), own.key_map)
-    codes = np.empty_like(held.tokens.key_codes[start:stop])
-    scales = np.empty_like(held.tokens.key_scales[start:stop])
+    codes = np.empty_like(view.tokens.key_codes[start:stop])
+    scales = np.empty_like(view.tokens.key_scales[start:stop])
     keys = np.empty(config.rows_shape(False, scratch.config.capacity), np.float32)
     values = np.zeros(config.rows_shape(True, scratch.config.capacity), np.float32)
     for first in range(start, stop, step):
         last = min(stop, first + step)
-        block = own.dequantize(held, False, first, last, keys[: last - first])
+        block = own.dequantize(view, False, first, last, keys[: last - first])
         with np.errstate(over="ignore"):  # refused when it is appended
             rows = turned(turn, block).astype(np.float32)
         scratch.set_len(0)

@@ -16,7 +16,7 @@ import numpy as np
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
-from kvedge.core.memory import Held, Slabs, rows_of
+from kvedge.core.memory import LayerView, Slabs, rows_of
 from kvedge.core.types import Array, Floats, Layout
 from kvedge.layer.parts import PartContents as PartContents  # pickles name it here
 from kvedge.layer.parts import Parts
@@ -33,9 +33,9 @@ __all__ = [
 class LayerStore(Protocol):
     """Storage, quantizer and attention of one layer.
 
-    A reader takes ``held()`` once: a writer may drop tokens, or move to other slabs, at any moment.
+    A reader takes ``view()`` once: a writer may drop tokens, or move to other slabs, at any moment.
     Where `key_map_is_auto`, a store lets :func:`kvedge.layer.keys.decide` see rows before it
-    appends them, and goes back by :func:`kvedge.layer.keys.return_to` if that fails. Methods that
+    appends them, and goes back by :func:`kvedge.layer.keys.roll_back` if that fails. Methods that
     append or attend check and refuse as the public methods of their names say, in a frozen store
     too but for `push` and `extend`.
     """
@@ -52,7 +52,7 @@ class LayerStore(Protocol):
 
     @property
     def slabs(self) -> Slabs:
-        """Those of now: a reader takes `held()`."""
+        """Those of now: a reader takes `view()`."""
 
     @property
     def key_map(self) -> KeyMap:
@@ -66,10 +66,10 @@ class LayerStore(Protocol):
     def arrays(self) -> list[np.ndarray]:
         """All memory of its tokens: slabs, runs, first and last tokens."""
 
-    def held(self) -> Held:
+    def view(self) -> LayerView:
         """What a reader needs, of one moment, but for first and last tokens in another format."""
 
-    def snapshot(self, end: int | None = None) -> Held:
+    def snapshot(self, end: int | None = None) -> LayerView:
         """The same with `parts`, which stay as they are; as if it had gone to a position."""
 
     def end(self) -> int:
@@ -148,9 +148,9 @@ class LayerStore(Protocol):
         """
 
     def dequantize(
-        self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
+        self, view: LayerView, values: bool, start: int, stop: int, out: np.ndarray
     ) -> Floats:
-        """Keys or values of a range of what was held, float32 (n, num_kv_heads, channels).
+        """Keys or values of a range of a view, float32 (n, num_kv_heads, channels).
 
         Keys are as they are stored: :func:`kvedge.layer.reading.read_rows` turns them.
         """
@@ -172,11 +172,11 @@ class SavedRows(NamedTuple):
     @classmethod
     def of(cls, store: LayerStore, start: int, stop: int) -> SavedRows | None:
         """Those of some tokens, which may lie above the length; None where none was written."""
-        held, form = store.held(), store.config
-        written = held.start + store.written()
+        view, form = store.view(), store.config
+        written = view.start + store.written()
         if form.in_runs:  # a run that the layer was cut in is there as a whole
             form, written = form.run, -(-written // RUN) * RUN
-        start, stop = held.start + max(start, 0), min(held.start + stop, written)
+        start, stop = view.start + max(start, 0), min(view.start + stop, written)
         if start >= stop:
             return None
         rows = rows_of(Slabs(*store.arrays()[:4]), form, start, stop)
@@ -207,8 +207,8 @@ def scratch_store(store: _Store, tokens: int, key_map: KeyMap) -> _Store:
 
 def rows_alone(store: _Store) -> _Store:
     """A store without first and last tokens apart, over the same slabs, from their row 0 on."""
-    held, alone = store.held(), type(store)()
-    alone.open(store.config.plain, held.slabs)
-    alone.set_key_map(held.key_map)
-    alone.holding(held.start + held.num_tokens, 0)()
+    view, alone = store.view(), type(store)()
+    alone.open(store.config.plain, view.slabs)
+    alone.set_key_map(view.key_map)
+    alone.holding(view.start + view.num_tokens, 0)()
     return alone

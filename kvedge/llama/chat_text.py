@@ -1,8 +1,8 @@
 """A conversation's text, in which only the template writes control tokens.
 
 What a person or a model said may spell out ``<|im_end|>``. Taken as this token it would end the
-turn and begin others. So every character of it that could begin a control token is marked before
-the template runs; only what the template writes itself, without marks, becomes control tokens.
+turn and begin others. So every character of it that could begin a control token gets a guard
+before the template runs; only what the template writes itself, without one, becomes control tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tokenizer import Tokenizer, any_of
 __all__ = ["ChatText", "Part", "chat_text"]
 
 # A character that Unicode gives no meaning, so that texts have no use for it.
-_MARK = "\ufdd0"
+_GUARD = "\ufdd0"
 
 
 class Part(NamedTuple):
@@ -88,16 +88,16 @@ def chat_text(
     first = "".join(sorted({text[0] for text in controls}))
     begins = re.compile(f"[{re.escape(first)}]" if first else r"(?!)")
     said = "".join(chain([template.source], (message["content"] for message in messages)))
-    runs = re.findall(f"{_MARK}+|(?:{re.escape(_as_json(_MARK))})+", said)
-    mark = _MARK * (1 + max(map(len, runs), default=0))  # longer than any that was said
+    runs = re.findall(f"{_GUARD}+|(?:{re.escape(_as_json(_GUARD))})+", said)
+    guard = _GUARD * (1 + max(map(len, runs), default=0))  # longer than any that was said
 
-    def marked(message: Mapping[str, str], kept: re.Pattern[str] | None) -> dict[str, str]:
-        return {**message, "content": _marked(message["content"], begins, mark, kept)}
+    def guarded(message: Mapping[str, str], kept: re.Pattern[str] | None) -> dict[str, str]:
+        return {**message, "content": _guarded(message["content"], begins, guard, kept)}
 
-    found = [marked(message, None) for message in messages]
+    found = [guarded(message, None) for message in messages]
     if found == list(messages):
         return as_it_is
-    rendered = _split(template.render(found), control, mark)
+    rendered = _split(template.render(found), control, guard)
     if rendered.text == plain:
         return rendered
     if rendered.controls == as_it_is.controls:  # all of them are the template's own
@@ -109,36 +109,36 @@ def chat_text(
         frozenset(name for name in controls if name in template.source and name not in own)
     )
     found = [
-        marked(message, kept if message["role"] == "assistant" else None) for message in messages
+        guarded(message, kept if message["role"] == "assistant" else None) for message in messages
     ]
-    return _split(template.render(found), control, mark)
+    return _split(template.render(found), control, guard)
 
 
-def _split(text: str, control: re.Pattern[str], mark: str | None = None) -> ChatText:
-    """Parts of a text, without marks, also where the template wrote them as JSON."""
+def _split(text: str, control: re.Pattern[str], guard: str | None = None) -> ChatText:
+    """Parts of a text, without guards, also where the template wrote them as JSON."""
     parts, at = [], 0
     for match in control.finditer(text):
         parts += [Part(text[at : match.start()], False), Part(match[0], True)]
         at = match.end()
     parts.append(Part(text[at:], False))
-    if mark is not None:
-        escaped = _as_json(mark)
+    if guard is not None:
+        escaped = _as_json(guard)
         parts = [
-            Part(part.text.replace(mark, "").replace(escaped, ""), part.is_control)
+            Part(part.text.replace(guard, "").replace(escaped, ""), part.is_control)
             for part in parts
         ]
     return ChatText(part for part in parts if part.text)
 
 
-def _as_json(mark: str) -> str:
-    """A mark as JSON writes it in ASCII."""
-    return json.dumps(mark)[1:-1]
+def _as_json(guard: str) -> str:
+    """A guard as JSON writes it in ASCII."""
+    return json.dumps(guard)[1:-1]
 
 
-def _marked(text: str, begins: re.Pattern[str], mark: str, kept: re.Pattern[str] | None) -> str:
-    """A text with a mark behind every character that may begin a control token, but of `kept`."""
+def _guarded(text: str, begins: re.Pattern[str], guard: str, kept: re.Pattern[str] | None) -> str:
+    """A text with a guard behind every character that may begin a control token, but of `kept`."""
     parts, at = [], 0
     for match in kept.finditer(text) if kept is not None else ():
-        parts += [begins.sub(rf"\g<0>{mark}", text[at : match.start()]), match[0]]
+        parts += [begins.sub(rf"\g<0>{guard}", text[at : match.start()]), match[0]]
         at = match.end()
-    return "".join([*parts, begins.sub(rf"\g<0>{mark}", text[at:])])
+    return "".join([*parts, begins.sub(rf"\g<0>{guard}", text[at:])])

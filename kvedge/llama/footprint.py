@@ -64,14 +64,14 @@ def read_footprint(
         added = weights + _PER_ENTRY * config.vocab_size
         names = ("native", "numpy")
         return config, {name: _memory(name, weights, added, transient) for name in names}, []
-    config, held, file, remarks = gguf_bytes(path)
+    config, sizes, file, remarks = gguf_bytes(path)
     tokens, merges = (file.count(f"tokenizer.ggml.{name}") for name in ("tokens", "merges"))
     entries = tokens + merges
     beside = _PER_ENTRY * entries + (_TOKENIZERS if merges else 0)
     beside += 0 if all(map(is_plain, map(file.kind, file.tensor_names))) else _GGUF
     transient = _DECODING + _PER_ENTRY_READ * entries
     memory = {
-        name: _memory(name, weights, beside + weights, transient) for name, weights in held.items()
+        name: _memory(name, weights, beside + weights, transient) for name, weights in sizes.items()
     }
     return config, memory, remarks
 

@@ -71,11 +71,11 @@ def gguf_bytes(
     model = GgufModel(path)
     config = model.config()
     compact = is_worth_it() or kvedge.backend != "native"  # of the backend that is not in use: best
-    held = {
+    weights_bytes = {
         "native": model.weights_bytes(config, compact),
         "numpy": model.weights_bytes(config, False),
     }
-    return config, held, model.file, model.remarks
+    return config, weights_bytes, model.file, model.remarks
 
 
 def load_gguf(

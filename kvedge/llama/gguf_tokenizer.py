@@ -33,7 +33,7 @@ _NO_ENDS = (
     ("<|end|>", ("<|calls|>", "<|flush|>")),
     ("</s>", ("<|tool_response>",)),
 )
-_MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <s>, [INST]; no word of a text
+_TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")  # such as <s>, [INST]; no word of a text
 
 
 def read_tokenizer(file: GgufFile) -> Tokenizer:
@@ -117,7 +117,7 @@ class _Roles(NamedTuple):
 def _roles(file: GgufFile, tokens: list[str]) -> _Roles:
     """What tokens do, by the ids that the file names, their types, and well-known texts.
 
-    BOS is among those that end a text: it separates texts in training. A mark of a turn or a text
+    BOS is among those that end a text: it separates texts in training. A tag of a turn or a text
     that the file types as plain text, or not at all, is a control token all the same.
     """
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom"))
@@ -127,9 +127,9 @@ def _roles(file: GgufFile, tokens: list[str]) -> _Roles:
         if ends.keys() >= {text, *others}:
             del ends[text]
     known = named.intersection(range(len(tokens)))
-    marks = {token for token in known if _MARK.fullmatch(tokens[token])}
+    tags = {token for token in known if _TAG.fullmatch(tokens[token])}
     user_defined = set(_ids_of_type(file, _USER_DEFINED))
-    control = set(_ids_of_type(file, _CONTROL)) | (marks | set(ends.values())) - user_defined
+    control = set(_ids_of_type(file, _CONTROL)) | (tags | set(ends.values())) - user_defined
     return _Roles(
         stop=named | set(ends.values()),
         special=control | set(_ids_of_type(file, _UNKNOWN, _UNUSED)),

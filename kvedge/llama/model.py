@@ -297,9 +297,9 @@ class LlamaModel:
 
 def _shapes_of(cache: Any) -> set[tuple[int, int]]:
     """KV heads and head_dim of the layers, which may be stored in several ways."""
-    held = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
-    if isinstance(held, KVCache):
-        configs = (store.config for store in state_of(held).stores)
+    local = getattr(cache, "part", cache)  # what a rank holds of a ShardedKVCache
+    if isinstance(local, KVCache):
+        configs = (store.config for store in state_of(local).stores)
         return {(config.num_kv_heads, config.head_dim) for config in configs}
     return {(cache.num_kv_heads, cache.head_dim)}
 

@@ -80,7 +80,7 @@ class _Budget:
             elif isinstance(value, Mapping):
                 values += [*value.keys(), *value.values()]
             elif isinstance(value, Namespace):
-                values.append(_held(value))
+                values.append(_attributes(value))
             elif isinstance(value, (list, tuple, set, frozenset)) or _is_view(value):
                 values += value
             self.allow(total + _ITEM * len(values))
@@ -99,7 +99,7 @@ def limited(value: Any = None) -> Iterator[None]:
         _spent.reset(token)
 
 
-def _held(names: Namespace) -> Any:
+def _attributes(names: Namespace) -> Any:
     """What a namespace holds; it answers for its own attributes alone."""
     return object.__getattribute__(names, "_Namespace__attrs")
 
@@ -251,7 +251,7 @@ class _Names(Namespace):
 
     def __init__(*arguments: Any, **named: Any) -> None:  # as Namespace: `self` may be a name
         Namespace.__init__(*arguments, **named)
-        for name in _held(arguments[0]):
+        for name in _attributes(arguments[0]):
             _check_name(name)
 
     def __setitem__(self, name: str, value: Any) -> None:

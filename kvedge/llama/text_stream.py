@@ -26,32 +26,32 @@ class StopTexts:
     def __init__(self, stop: Iterable[str]) -> None:
         self.found: str | None = None
         self._stop = tuple(stop)
-        self._held = ""  # may be the beginning of one
+        self._pending = ""  # may be the beginning of one
 
     def push(self, text: str) -> str:
         """What of `text`, and of what was held back, can be shown; nothing after a stop text."""
         if self.found is not None:
             return ""
-        self._held += text
-        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        self._pending += text
+        found = [(at, stop) for stop in self._stop if (at := self._pending.find(stop)) >= 0]
         if found:
             at, self.found = min(found)
             return self._take(at)
-        return self._take(len(self._held) - self._longest_beginning())
+        return self._take(len(self._pending) - self._longest_beginning())
 
     def rest(self) -> str:
         """What was held back, when no more comes."""
-        return "" if self.found is not None else self._take(len(self._held))
+        return "" if self.found is not None else self._take(len(self._pending))
 
     def _take(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
+        text, self._pending = self._pending[:count], self._pending[count:]
         return text
 
     def _longest_beginning(self) -> int:
         """Characters at the end of what is held that may begin a stop text."""
         longest = max(map(len, self._stop), default=1) - 1
-        for count in range(min(longest, len(self._held)), 0, -1):
-            if any(text.startswith(self._held[-count:]) for text in self._stop):
+        for count in range(min(longest, len(self._pending)), 0, -1):
+            if any(text.startswith(self._pending[-count:]) for text in self._stop):
                 return count
         return 0
 

@@ -77,7 +77,7 @@ class Tokenizer(Protocol):
 class WithControlTexts:
     """The control texts of a tokenizer, found when they are first needed.
 
-    Those of the tokens that a text can spell out which are a chat's marks, not words: control
+    Those of the tokens that a text can spell out which are a chat's tags, not words: control
     tokens, those that end a text, and those that the chat template writes, whatever type the
     model's file gives them. White space and words are none.
     """
@@ -85,12 +85,12 @@ class WithControlTexts:
     chat_template: ChatTemplate | None
     _spelled: Mapping[str, int]  # tokens that a text can spell out
     _controls: Collection[int]  # control tokens
-    _marks: tuple[ChatTemplate | None, frozenset[str] | None] = (None, None)  # of which template
+    _found: tuple[ChatTemplate | None, frozenset[str] | None] = (None, None)  # of which template
 
     @property
     def control_texts(self) -> frozenset[str]:
         """Texts of control tokens, which ``encode(special=False)`` takes as text."""
-        template, texts = self._marks
+        template, texts = self._found
         if texts is None or template is not self.chat_template:
             source = "" if self.chat_template is None else self.chat_template.source
             texts = frozenset(
@@ -100,7 +100,7 @@ class WithControlTexts:
                 or (text.startswith("<|") and text.endswith("|>"))  # a template may put it together
                 or (text in source and text[:1] in "<[" and len(text) > 2)
             )
-            self._marks = self.chat_template, texts
+            self._found = self.chat_template, texts
         return texts
 
 

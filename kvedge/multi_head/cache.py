@@ -234,7 +234,7 @@ class MultiHeadKvCache:
         rows, single = checks.as_query(query, config, layout=layout)
         self._check_query_heads(rows)
         shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
-        reads = [arrays.memory_of(query, "query"), *self._store.held().slabs]
+        reads = [arrays.memory_of(query, "query"), *self._store.view().slabs]
         reads += [
             arrays.memory_of(options[name], name)
             for name in ("mask", "sink_logits", "alibi_slopes")
@@ -377,7 +377,7 @@ class MultiHeadKvCache:
     @memory_for("a copy of the cache")
     def _state(self) -> tuple[Any, ...]:
         with self._lock:
-            tokens = [np.array(rows) for rows in self._store.held().tokens]
+            tokens = [np.array(rows) for rows in self._store.view().tokens]
         return self._kv_config, self.num_heads, self._num_query_heads, tokens
 
     def save(self, path: str | os.PathLike[str]) -> None:

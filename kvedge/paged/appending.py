@@ -44,17 +44,17 @@ def append(
     if pool.parts is not None:
         _append_with_parts(pool, pool.parts, sequence, layer, key_rows, value_rows)
         return
-    store, start = pool.stores[layer], sequence.held[layer]
+    store, start = pool.stores[layer], sequence.layer_lengths[layer]
     stop = start + n
     block = _unwritable(pool, sequence, layer, start, start)
     if block is None and start == sequence.resumed:
-        pool.settle()  # calls that read these rows have ended, late helpers may not have
+        pool.quiesce()  # calls that read these rows have ended, late helpers may not have
     num_new = max(0, pool.blocks_for(stop) - len(sequence.table))
     if num_new or block is not None:
         _append_to_new_blocks(pool, sequence, layer, num_new, block, key_rows, value_rows)
     else:
         store.write(sequence.table, pool.block_size, start, key_rows, value_rows)
-    sequence.held[layer] = stop
+    sequence.layer_lengths[layer] = stop
 
 
 def _append_to_new_blocks(
@@ -67,7 +67,7 @@ def _append_to_new_blocks(
     values: np.ndarray,
 ) -> None:
     """Write rows with so many blocks added to the table, and one of it (or None) replaced."""
-    store, table, start = pool.stores[layer], sequence.table, sequence.held[layer]
+    store, table, start = pool.stores[layer], sequence.table, sequence.layer_lengths[layer]
     copied, wanted = _wanted(pool, layer, table, block, start, num_new)
     if pool.blocks.must_forget(wanted):
         store.check(keys, values)  # before prefixes are forgotten for good
@@ -80,7 +80,7 @@ def _append_to_new_blocks(
     except BaseException:
         pool.blocks.release(taken)
         raise
-    sequence.contents = Contents(longer, sequence.held, sequence.parts)
+    sequence.contents = Contents(longer, sequence.layer_lengths, sequence.parts)
     if copied is not None:
         pool.blocks.release(table[copied : copied + 1])
 
@@ -107,12 +107,12 @@ def _append_with_parts(
     block = _unwritable(pool, sequence, layer, plan.start, token) if writes else None
     num_new = max(0, pool.blocks_for(plan.stop) - len(table))
     if plan.start == sequence.resumed:
-        pool.settle()  # calls that read these rows have ended, late helpers may not have
+        pool.quiesce()  # calls that read these rows have ended, late helpers may not have
     if num_new == 0 and block is None and plan.is_in_place and not plan.writes_run:
         parts.write(plan, plan.before.table, layer, rows, None)
         if not in_runs:
             store.write(table, pool.block_size, plan.start, *rows)
-        sequence.held[layer] = plan.stop
+        sequence.layer_lengths[layer] = plan.stop
         return
     copied, wanted = _wanted(pool, layer, table, block, token, num_new)
     pool.check_room(wanted)
@@ -143,9 +143,9 @@ def _append_with_parts(
         if isinstance(error, KvedgeError):
             parts.check(layer, keys, values)  # names the element within all of the rows
         raise
-    held = list(contents.held)
-    held[layer] = plan.stop
-    sequence.contents = Contents(longer, held, parts.after(plan, layer, part_table))
+    lengths = list(contents.layer_lengths)
+    lengths[layer] = plan.stop
+    sequence.contents = Contents(longer, lengths, parts.after(plan, layer, part_table))
     if copied is not None:
         pool.blocks.release(table[copied : copied + 1])
     if plan.copied is not None:
@@ -158,7 +158,7 @@ def _trim(parts: PartBlocks, sequence: SequenceState) -> None:
     """Give back the blocks of last tokens that are too old by now."""
     contents = sequence.contents
     assert contents is not None and contents.parts is not None
-    trimmed, gone = parts.trimmed(contents.parts, contents.held, sequence.length)
+    trimmed, gone = parts.trimmed(contents.parts, contents.layer_lengths, sequence.length)
     if len(gone):
         sequence.contents = contents._replace(parts=trimmed)
         parts.blocks.release(gone)
@@ -181,7 +181,7 @@ def _own(pool: PoolState, table: np.ndarray, block: int) -> None:
     """Let a block be written over that others could find by its token ids."""
     if table[block] in pool.blocks.prefixes:
         pool.blocks.forget(int(table[block]))
-    pool.settle()  # as for other rows written in place
+    pool.quiesce()  # as for other rows written in place
 
 
 def _longer(
@@ -226,10 +226,10 @@ def reserve(state: PagedState, seq: int, n: int) -> None:
     n = checks.as_int(n, "n")
     if n < 0:
         raise InvalidArgumentError(f"n must be at least 0, not {n}")
-    more = pool.blocks_for(max(sequence.held) + n) - len(sequence.table)
+    more = pool.blocks_for(max(sequence.layer_lengths) + n) - len(sequence.table)
     if more > 0:
         longer = np.concatenate([sequence.table, pool.take(more)])
-        sequence.contents = Contents(longer, sequence.held, sequence.parts)
+        sequence.contents = Contents(longer, sequence.layer_lengths, sequence.parts)
 
 
 def advance(state: PagedState, seq: int, n: int) -> None:
@@ -238,15 +238,15 @@ def advance(state: PagedState, seq: int, n: int) -> None:
     n = checks.as_int(n, "n")
     if n < 0:
         raise InvalidArgumentError(f"n must be at least 0, not {n}: truncate() goes back")
-    length, held = sequence.length + n, sequence.held
-    fewest = min(held)
+    length, lengths = sequence.length + n, sequence.layer_lengths
+    fewest = min(lengths)
     if fewest < length:
         raise LayersOutOfStepError(
             f"cannot advance sequence {seq} to position {length}: layer "
-            f"{held.index(fewest)} holds {fewest} tokens, append to it first",
+            f"{lengths.index(fewest)} holds {fewest} tokens, append to it first",
             expected=length,
             got=fewest,
-            layer=held.index(fewest),
+            layer=lengths.index(fewest),
         )
     crosses = length // TOKENS != sequence.length // TOKENS
     sequence.length = length
@@ -264,13 +264,13 @@ def truncate(state: PagedState, seq: int, n: int) -> None:
     """Keep the first `n` tokens of a sequence."""
     pool, sequence = state.pool, state.sequence(seq)
     n = checks.check_length(n, sequence.length)
-    kept, table, held = pool.blocks_for(n), sequence.table, sequence.parts
-    if pool.parts is None or held is None:
+    kept, table, own_parts = pool.blocks_for(n), sequence.table, sequence.parts
+    if pool.parts is None or own_parts is None:
         sequence.go_to(pool.num_layers, table[:kept], n, None)
         pool.blocks.release(table[kept:])
         return
-    shorter = pool.parts.shortened(held, n)
+    shorter = pool.parts.shortened(own_parts, n)
     sequence.go_to(pool.num_layers, table[:kept], n, shorter)
     pool.blocks.release(table[kept:])
-    gone = held.table[len(shorter.table) :]
+    gone = own_parts.table[len(shorter.table) :]
     pool.parts.blocks.release(gone[gone >= 0])

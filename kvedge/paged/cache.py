@@ -126,10 +126,12 @@ class PagedKvCache:
         state = self._state
         with state.pool.lock:
             sequence = state.sequence(seq)
-            check_nothing_pending(sequence.held, sequence.length)
+            check_nothing_pending(sequence.layer_lengths, sequence.length)
             table, parts = state.pool.advanced_over(sequence)
             state.pool.hold(table, parts)
-            return state.add(SequenceState(len(sequence.held), table, sequence.length, parts))
+            return state.add(
+                SequenceState(len(sequence.layer_lengths), table, sequence.length, parts)
+            )
 
     def drop(self, seq: int) -> None:
         """Forget a sequence. Blocks that nobody else holds become free.
@@ -565,7 +567,7 @@ class PagedKvCache:
         sequences = self._state.sequences
         with self._state.pool.lock:
             for sequence in sequences.values():
-                check_nothing_pending(sequence.held, sequence.length)
+                check_nothing_pending(sequence.layer_lengths, sequence.length)
             file.save(self._state.pool, list(sequences.values()), path)
 
     @classmethod

@@ -31,7 +31,7 @@ def to_cache(state: PagedState, seq: int, max_seq_len: int | None) -> KVCache:
         with pool.lock:  # all layers as they are at one moment
             sequence = state.sequence(seq)
             length = sequence.length
-            check_nothing_pending(sequence.held, length)
+            check_nothing_pending(sequence.layer_lengths, length)
             for layer in range(pool.num_layers):
                 running.append(state.begin(seq, sequence, layer))
         layers = [_layer_contents(pool, layer, run) for layer, run in enumerate(running)]
@@ -59,8 +59,8 @@ def from_cache(
         )
     length, in_runs = saved.length, pool.config.in_runs
     saved = with_turns_stored(saved)  # blocks are shared: their keys are where they are
-    helds = [store.snapshot() for store in saved.stores]
-    if in_runs and any(held.num_dropped for held in helds):
+    views = [store.snapshot() for store in saved.stores]
+    if in_runs and any(view.num_dropped for view in views):
         raise InvalidArgumentError(
             "runs in blocks begin with a sequence's first token, which this cache has dropped"
         )
@@ -68,8 +68,8 @@ def from_cache(
     if token_ids is not None and len(token_ids) > length:
         raise ShapeMismatchError(f"{len(token_ids)} token ids for {length} tokens")
     contents = [
-        contents_of(held, store.config, held.num_dropped, held.num_dropped + length, copy=False)
-        for store, held in zip(saved.stores, helds, strict=True)
+        contents_of(view, store.config, view.num_dropped, view.num_dropped + length, copy=False)
+        for store, view in zip(saved.stores, views, strict=True)
     ]
     with pool.lock:
         # Held before blocks are taken, which may be theirs.
@@ -82,8 +82,8 @@ def from_cache(
             table = np.concatenate([first, taken])
             if pool.parts is not None:
                 parts, fine = pool.parts.filled(contents, length)
-            for store, held, own in zip(pool.stores, helds, contents, strict=True):
-                rows = own[2].arrays if in_runs else held.tokens
+            for store, view, own in zip(pool.stores, views, contents, strict=True):
+                rows = own[2].arrays if in_runs else view.tokens
                 rows = memory.rows_of(rows, store.config, start, length)
                 store.scatter(table, pool.block_size, rows, start)
         except BaseException:
@@ -95,14 +95,14 @@ def from_cache(
         return state.add(SequenceState(pool.num_layers, table, length, parts))
 
 
-def check_nothing_pending(held: Sequence[int], length: int) -> None:
+def check_nothing_pending(lengths: Sequence[int], length: int) -> None:
     """LayersOutOfStepError if a layer has tokens that the sequence was not advanced over."""
-    if max(held) == length:
+    if max(lengths) == length:
         return
-    pending = [layer for layer, tokens in enumerate(held) if tokens > length]
+    pending = [layer for layer, tokens in enumerate(lengths) if tokens > length]
     raise LayersOutOfStepError(
-        f"there are pending tokens in {layer_names(pending)} of {len(held)}: {max(held)} tokens "
-        f"are held, but {length} were advanced over; advance() over them or truncate() first"
+        f"there are pending tokens in {layer_names(pending)} of {len(lengths)}: {max(lengths)} "
+        f"tokens are held, but {length} were advanced over; advance() over them or truncate() first"
     )
 
 

@@ -75,12 +75,12 @@ def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.Pat
         _use(used, table, stop, pool.block_size)
     known = blocks.prefixes.nodes()  # (block, parent, ids), parents first
     used[[block for block, _, _ in known]] = pool.block_size
-    held = {block for table in tables for block in table.tolist()}
+    owned = {block for table in tables for block in table.tolist()}
     full = {block for block, _, _ in known}  # tails are not saved
     # And those that only snapshots, calls or other caches hold.
     idle = [block for block in blocks.idle if block in full]
-    idle += [block for block, _, _ in known if block not in held and block not in blocks.idle]
-    used[list(held)] = np.maximum(used[list(held)], 1)  # perhaps with no run yet
+    idle += [block for block, _, _ in known if block not in owned and block not in blocks.idle]
+    used[list(owned)] = np.maximum(used[list(owned)], 1)  # perhaps with no run yet
     saved = np.flatnonzero(used)
     place = _places(used)
     ids_bytes = 8 * pool.block_size
@@ -230,8 +230,8 @@ def _read(
     _add_prefixes(fields, arrays, state, depth)
     known = {block for block, _, _ in state.blocks.prefixes.nodes()}
     idle = _row(arrays, "idle", np.int32).tolist()
-    unheld = {block for block in range(blocks) if not counts[block]}
-    if set(idle) != unheld or len(idle) != len(unheld) or not unheld <= known:
+    unowned = {block for block in range(blocks) if not counts[block]}
+    if set(idle) != unowned or len(idle) != len(unowned) or not unowned <= known:
         corrupt("its idle blocks are not those that only prefixes have")
     state.blocks.restore(counts)
     state.blocks.set_idle(idle)

@@ -36,14 +36,14 @@ class BlockOwners:
     num_blocks : int
     readings : Readings
         Of the calls that run on the pool.
-    settle : callable
+    quiesce : callable
         Waits for late helper threads of calls that have ended.
     of_parts : bool
         The blocks are those of a reading's `part_table`.
     """
 
     def __init__(
-        self, num_blocks: int, readings: Readings, settle: Callable[[], None], of_parts: bool
+        self, num_blocks: int, readings: Readings, quiesce: Callable[[], None], of_parts: bool
     ) -> None:
         try:
             self.references = np.zeros(num_blocks, np.int32)  # committed as it is touched, too
@@ -54,7 +54,7 @@ class BlockOwners:
         self.num_blocks = num_blocks
         self.untouched = 0  # blocks from this one on were never used
         self._readings = readings
-        self._settle = settle
+        self._quiesce = quiesce
         self._of_parts = of_parts
         self._freed: list[int] = []  # the last one is used next
         self._parked: dict[int, None] = {}  # held by nobody, but read by a running call
@@ -97,9 +97,9 @@ class BlockOwners:
 
     def hold(self, blocks: np.ndarray) -> None:
         """One owner more for each of these distinct blocks."""
-        unheld = self.references[blocks] == 0
+        unowned = self.references[blocks] == 0
         self.references[blocks] += 1
-        for block in blocks[unheld].tolist():
+        for block in blocks[unowned].tolist():
             self._wake(block)
 
     def release(self, blocks: np.ndarray) -> None:
@@ -109,12 +109,12 @@ class BlockOwners:
         """
         self.references[blocks] -= 1
         # From the end: a prefix is forgotten from its end, and freed blocks come back in order.
-        unheld = blocks[self.references[blocks] == 0][::-1]
-        if self._readings.running and len(unheld):
-            read = self._readings.are_read(unheld, self._of_parts)
-            self._parked.update(dict.fromkeys(unheld[read].tolist()))
-            unheld = unheld[~read]
-        self._set_free(unheld)
+        unowned = blocks[self.references[blocks] == 0][::-1]
+        if self._readings.running and len(unowned):
+            read = self._readings.are_read(unowned, self._of_parts)
+            self._parked.update(dict.fromkeys(unowned[read].tolist()))
+            unowned = unowned[~read]
+        self._set_free(unowned)
 
     def unpark(self) -> None:
         """Give back what calls read that have ended."""
@@ -129,7 +129,7 @@ class BlockOwners:
         """Blocks that nobody holds or reads can be had from now on, the last one first."""
         if not len(blocks):
             return
-        self._settle()  # calls have ended, but late helpers of theirs may still look
+        self._quiesce()  # calls have ended, but late helpers of theirs may still look
         for block in blocks.tolist():
             self._put_back(block)
 
@@ -157,9 +157,9 @@ class KnownBlocks(BlockOwners):
         block_size: int,
         max_pinned: int,
         readings: Readings,
-        settle: Callable[[], None],
+        quiesce: Callable[[], None],
     ) -> None:
-        super().__init__(num_blocks, readings, settle, of_parts=False)
+        super().__init__(num_blocks, readings, quiesce, of_parts=False)
         self.prefixes = PrefixTree(block_size)
         self.max_pinned = max_pinned
         self.pinned: Counter[int] = Counter()  # references of pin()

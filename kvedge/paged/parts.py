@@ -95,7 +95,7 @@ class PartBlocks:
         self.config = own
         maps = [part_key_map(config, KeyMap(None, scale)) for scale in scales]
         self.stores = new_stores(own, [key_map.scale for key_map in maps])
-        self.blocks = BlockOwners(num_blocks, readings, self.stores[0].settle, of_parts=True)
+        self.blocks = BlockOwners(num_blocks, readings, self.stores[0].quiesce, of_parts=True)
         self._readings = readings
 
     @property
@@ -126,20 +126,20 @@ class PartBlocks:
         return parts._replace(base=parts.since if base == parts.since else base)
 
     def trimmed(
-        self, parts: SequenceParts, held: list[int], length: int
+        self, parts: SequenceParts, lengths: list[int], length: int
     ) -> tuple[SequenceParts, np.ndarray]:
         """Without what is too old by now, and the blocks that it had there."""
         wanted = np.zeros(len(parts.table), bool)
         wanted[: _blocks_for(parts.sinks)] = True
         if self.kept:
-            for end in {length, *held}:
+            for end in {length, *lengths}:
                 wanted[self._low(end) // TOKENS : _blocks_for(end)] = True
         gone = parts.table[~wanted & (parts.table >= 0)]
         if not len(gone):
             return parts, gone
         table = np.where(wanted, parts.table, np.int32(-1))
         base = [max(since, self._low(length)) for since in parts.base]
-        since = [max(old, self._low(end)) for old, end in zip(parts.since, held, strict=True)]
+        since = [max(old, self._low(end)) for old, end in zip(parts.since, lengths, strict=True)]
         return SequenceParts(table, base if since == base else since, base, parts.sinks), gone
 
     def _low(self, end: int) -> int:
@@ -224,7 +224,7 @@ class PartBlocks:
 
     def plan(self, contents: Contents, layer: int, n: int) -> Plan:
         """What an append of `n` tokens to a layer does here; nothing is changed yet."""
-        parts, start = contents.parts, contents.held[layer]
+        parts, start = contents.parts, contents.layer_lengths[layer]
         assert parts is not None
         stop, since = start + n, parts.since[layer]
         cut = start // RUN * RUN if self.whole.in_runs else start

@@ -176,12 +176,12 @@ class PrefixTree:
             known = self._nodes.get(blocks[i])
             if known is not None and known is not node and not _grows(known, before, ids):
                 self._refuse(i, known, namespace)
-        held = self._nodes.get(blocks[len(path)]) if rest else None
-        if held is not None and not _grows(held, node, space + rest):
-            if held.namespace == space and held.parent is node and held.ids.startswith(rest):
+        child = self._nodes.get(blocks[len(path)]) if rest else None
+        if child is not None and not _grows(child, node, space + rest):
+            if child.namespace == space and child.parent is node and child.ids.startswith(rest):
                 rest = b""  # more of it is known already
             else:
-                self._refuse(len(path), held, namespace)
+                self._refuse(len(path), child, namespace)
         node = self._root
         for ids, block in zip(path, blocks, strict=False):
             child = node.children.get(ids)

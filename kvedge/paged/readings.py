@@ -31,7 +31,7 @@ class Reading:
         parts = contents.parts
         self.layer = layer
         self.table = contents.table  # int32 (blocks,)
-        self.length = contents.held[layer]  # tokens, all of them in blocks of the table
+        self.length = contents.layer_lengths[layer]  # tokens, all of them in blocks of the table
         # As of kvedge.paged.sequences.SequenceParts, where there are such.
         self.part_table = NO_BLOCKS if parts is None else parts.table
         self.since = 0 if parts is None else parts.since[layer]

@@ -23,7 +23,7 @@ class SequenceParts(NamedTuple):
     sinks: int  # so many first tokens are there, as far as there are tokens
 
     @property
-    def held(self) -> np.ndarray:
+    def blocks(self) -> np.ndarray:
         """The blocks, without gaps."""
         return self.table[self.table >= 0]
 
@@ -32,7 +32,7 @@ class Contents(NamedTuple):
     """The blocks of a sequence and how many tokens each layer has in them."""
 
     table: np.ndarray  # int32 (blocks,), distinct, each held once by the sequence; never written to
-    held: list[int]  # tokens of each layer; raised once the rows are there, never lowered
+    layer_lengths: list[int]  # tokens of each layer; raised once the rows are there, never lowered
     parts: SequenceParts | None = None  # None: no tokens are held in another format too
 
 
@@ -72,10 +72,10 @@ class SequenceState:
         return self.contents.table
 
     @property
-    def held(self) -> list[int]:
+    def layer_lengths(self) -> list[int]:
         """Tokens of each layer, at least the length, of a sequence that was not dropped."""
         assert self.contents is not None
-        return self.contents.held
+        return self.contents.layer_lengths
 
     @property
     def parts(self) -> SequenceParts | None:

@@ -1,4 +1,4 @@
-"""A mark of a sequence of a paged cache, and the way back to it."""
+"""A snapshot of a sequence of a paged cache, and the way back to it."""
 
 from __future__ import annotations
 
@@ -87,24 +87,26 @@ def snapshot(state: PagedState, seq: int) -> PagedSnapshot:
     sequence, pool = state.sequence(seq), state.pool
     table, parts = pool.advanced_over(sequence)
     pool.hold(table, parts)
-    mark = PagedSnapshot.__new__(PagedSnapshot)
-    mark._pool = pool
-    mark._length = sequence.length
-    mark._parts = parts
-    mark._table = table
-    return mark
+    taken = PagedSnapshot.__new__(PagedSnapshot)
+    taken._pool = pool
+    taken._length = sequence.length
+    taken._parts = parts
+    taken._table = table
+    return taken
 
 
-def restore(state: PagedState, seq: int, mark: object) -> None:
-    """Let a sequence be what a mark holds; the pool's lock is held."""
+def restore(state: PagedState, seq: int, snapshot: object) -> None:
+    """Let a sequence be what a snapshot holds; the pool's lock is held."""
     sequence, pool = state.sequence(seq), state.pool
-    if not isinstance(mark, PagedSnapshot):
-        raise InvalidArgumentError(f"snapshot must be a PagedSnapshot, not {checks.describe(mark)}")
-    if mark._pool is not pool:
+    if not isinstance(snapshot, PagedSnapshot):
+        raise InvalidArgumentError(
+            f"snapshot must be a PagedSnapshot, not {checks.describe(snapshot)}"
+        )
+    if snapshot._pool is not pool:
         raise InvalidArgumentError("this snapshot is of another pool")
-    if mark._table is None:
+    if snapshot._table is None:
         raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
-    pool.hold(mark._table, mark._parts)
+    pool.hold(snapshot._table, snapshot._parts)
     gone, parts_gone = sequence.table, sequence.parts
-    sequence.go_to(pool.num_layers, mark._table, mark._length, mark._parts)
+    sequence.go_to(pool.num_layers, snapshot._table, snapshot._length, snapshot._parts)
     pool.release(gone, parts_gone)

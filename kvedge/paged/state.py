@@ -52,9 +52,9 @@ class PoolState:
         self.block_size = block_size
         own = config.runs(config.capacity) if config.in_runs else config.plain
         self.stores = new_stores(own, key_scales)  # one for each layer
-        self.settle = self.stores[0].settle  # waits for late helper threads of calls that ended
+        self.quiesce = self.stores[0].quiesce  # waits for late helper threads of calls that ended
         self.readings = Readings()
-        self.blocks = KnownBlocks(num_blocks, block_size, max_pinned, self.readings, self.settle)
+        self.blocks = KnownBlocks(num_blocks, block_size, max_pinned, self.readings, self.quiesce)
         self.parts: PartBlocks | None = None
         if num_part_blocks:
             self.parts = PartBlocks(config, key_scales, num_part_blocks, self.readings)
@@ -129,13 +129,13 @@ class PoolState:
         """One owner more of a sequence's blocks."""
         self.blocks.hold(table)
         if self.parts is not None and parts is not None:
-            self.parts.blocks.hold(parts.held)
+            self.parts.blocks.hold(parts.blocks)
 
     def release(self, table: np.ndarray, parts: SequenceParts | None) -> None:
         """One owner less of a sequence's blocks, after it gave its tables up."""
         self.blocks.release(table)
         if self.parts is not None and parts is not None:
-            self.parts.blocks.release(parts.held)
+            self.parts.blocks.release(parts.blocks)
 
     def match(
         self, token_ids: np.ndarray, namespace: bytes, *, partial: bool
@@ -149,15 +149,15 @@ class PoolState:
         n -= n % RUN if self.config.in_runs else 0
         if not n:
             return table, length
-        held = np.array([source], np.int32)
-        self.blocks.hold(held)  # or its memory might be what is free
+        blocks = np.array([source], np.int32)
+        self.blocks.hold(blocks)  # or its memory might be what is free
         try:
             if not self.num_free():
                 return table, length
             taken = self.take(1)
             self.copy_block(source, int(taken[0]))
         finally:
-            self.blocks.release(held)
+            self.blocks.release(blocks)
         return np.concatenate([table, taken]), length + n
 
     def copy_block(self, source: int, target: int) -> None:

@@ -103,7 +103,7 @@ class BlockStoreMethods:
         """The same, where these have parts."""
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Wait for late helper threads of calls that have ended."""
         raise NotImplementedError
 

@@ -67,16 +67,16 @@ class ConvState(RecurrentState):
     ) -> None:
         channels = count(num_channels, "num_channels", _MAX_CHANNELS)
         self._width = count(width, "width", MAX_WIDTH, least=2)
-        held = self._width - 1
+        num_inputs = self._width - 1
         shape: Any = getattr(array, "shape", ())
         if len(shape) > 0:
-            held = int(shape[-1])
-            if held < self._width - 1:
+            num_inputs = int(shape[-1])
+            if num_inputs < self._width - 1:
                 raise ShapeMismatchError(
                     f"array must hold at least the {self._width - 1} last inputs of width="
                     f"{self._width}, not shape {tuple(shape)}"
                 )
-        super().__init__((channels, held), batch_size, dtype, array)
+        super().__init__((channels, num_inputs), batch_size, dtype, array)
 
     @property
     def num_channels(self) -> int:

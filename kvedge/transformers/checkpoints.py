@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvedge.eviction import Attended
-from kvedge.layer.copies import RowMark, mark_of_row, return_to_mark
+from kvedge.layer.copies import RowCheckpoint, restore_row, row_checkpoint
 from kvedge.layer.layer import store_of
 from kvedge.transformers import states
 from kvedge.transformers.evicting import KvedgeEvictingLayer
@@ -23,14 +23,14 @@ __all__ = ["Checkpoint", "Checkpoints", "go_back", "take"]
 class _Rows(NamedTuple):
     """The rows of a layer with full attention."""
 
-    marks: list[RowMark]
+    checkpoints: list[RowCheckpoint]
     padding: list[int]
     attended: list[Attended] | None  # of a layer that evicts tokens
 
     @property
     def num_bytes(self) -> int:
         noted = sum(attended.num_bytes for attended in self.attended or ())
-        return noted + sum(mark.num_bytes for mark in self.marks)
+        return noted + sum(checkpoint.num_bytes for checkpoint in self.checkpoints)
 
 
 class _Window(NamedTuple):
@@ -50,7 +50,7 @@ class Checkpoint(NamedTuple):
 
     length: int  # tokens seen
     rows: list[_Rows | _Window | None]  # of each layer
-    states: list[states.StateMark | None]
+    states: list[states.StateCopies | None]
 
     @property
     def num_bytes(self) -> int:
@@ -64,8 +64,8 @@ class Checkpoint(NamedTuple):
         kept = self.length - 1
         for layer, rows in zip(layers, self.rows, strict=True):
             if isinstance(rows, _Window) and rows.rows:
-                held = len(rows.rows[0]) + rows.padding[0] - 1
-                if held < min(kept, layer.sliding_window - 1):
+                length = len(rows.rows[0]) + rows.padding[0] - 1
+                if length < min(kept, layer.sliding_window - 1):
                     return False
             if isinstance(layer, KvedgeEvictingLayer) and layer.why_not_back(kept) is not None:
                 return False
@@ -77,7 +77,7 @@ def take(layers: list[Any], length: int) -> Checkpoint:
     return Checkpoint(
         length,
         [_rows_of(layer) if isinstance(layer, KvedgeLayer) else None for layer in layers],
-        [states.mark_of(layer) if states.has_state(layer) else None for layer in layers],
+        [states.copy_states(layer) if states.has_state(layer) else None for layer in layers],
     )
 
 
@@ -88,8 +88,8 @@ def _rows_of(layer: KvedgeLayer) -> _Rows | _Window:
     attended = None
     if isinstance(layer, KvedgeEvictingLayer):
         attended = [queries.copy() for queries in layer.attended]
-    marks = [mark_of_row(store_of(row)) for row in layer.rows]
-    return _Rows(marks, list(layer.padding), attended)
+    checkpoints = [row_checkpoint(store_of(row)) for row in layer.rows]
+    return _Rows(checkpoints, list(layer.padding), attended)
 
 
 def go_back(layers: list[Any], to: Checkpoint) -> None:
@@ -104,8 +104,8 @@ def go_back(layers: list[Any], to: Checkpoint) -> None:
             layer.cumulative_length = rows.cumulative_length
         elif rows is not None:
             layer.own_rows()
-            for row, mark in zip(layer.rows, rows.marks, strict=True):
-                return_to_mark(store_of(row), mark)
+            for row, checkpoint in zip(layer.rows, rows.checkpoints, strict=True):
+                restore_row(store_of(row), checkpoint)
             if rows.attended is not None:
                 layer.attended = [queries.copy() for queries in rows.attended]
         if state is not None:
@@ -130,25 +130,25 @@ class Checkpoints:
 
     def __init__(self, most: int, most_bytes: int | None, every: int) -> None:
         self.most, self.most_bytes, self.every = most, most_bytes, every
-        self._held: list[Checkpoint] = []
+        self._saved: list[Checkpoint] = []
         self._was_prompt = False
         self.wanted: int | None = None  # tokens at which the next step has one, if it begins there
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checkpoints:
         """Share the checkpoints, which do not change."""
         other = Checkpoints(self.most, self.most_bytes, self.every)
-        other._held, other._was_prompt = list(self._held), self._was_prompt
+        other._saved, other._was_prompt = list(self._saved), self._was_prompt
         return other
 
     @property
     def lengths(self) -> list[int]:
         """Tokens that had been seen at each."""
-        return [checkpoint.length for checkpoint in self._held]
+        return [checkpoint.length for checkpoint in self._saved]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all copies."""
-        return sum(checkpoint.num_bytes for checkpoint in self._held)
+        return sum(checkpoint.num_bytes for checkpoint in self._saved)
 
     def is_due(self, length: int, tokens: int) -> bool:
         """Whether one is to be taken at a length, before so many tokens more are computed.
@@ -157,7 +157,7 @@ class Checkpoints:
         next is a prompt), and `every` so many tokens.
         """
         was_prompt, self._was_prompt = self._was_prompt or self.wanted == length, tokens > 1
-        last = self._held[-1].length if self._held else 0
+        last = self._saved[-1].length if self._saved else 0
         if not self.most or length in (0, last):
             return False
         return was_prompt or tokens > 1 or length - last >= self.every
@@ -165,15 +165,15 @@ class Checkpoints:
     def add(self, checkpoint: Checkpoint) -> None:
         """Hold another one, later than the others, and let go of what is too much."""
         self.drop_after(checkpoint.length - 1)
-        self._held.append(checkpoint)
-        while len(self._held) > max(self.most, 1) or (
-            self.most_bytes is not None and self._held and self.num_bytes > self.most_bytes
+        self._saved.append(checkpoint)
+        while len(self._saved) > max(self.most, 1) or (
+            self.most_bytes is not None and self._saved and self.num_bytes > self.most_bytes
         ):
-            del self._held[self._least_needed()]
+            del self._saved[self._least_needed()]
 
     def _least_needed(self) -> int:
         """Which one goes; the latest only where it is the only one."""
-        at, end = self.lengths, self._held[-1].length
+        at, end = self.lengths, self._saved[-1].length
         gap = [
             (at[i + 1] - (at[i - 1] if i else 0)) / (end - at[i] + 1) for i in range(len(at) - 1)
         ]
@@ -182,17 +182,18 @@ class Checkpoints:
     def latest(self, length: int) -> Checkpoint | None:
         """The last one at which at most so many tokens had been seen."""
         return next(
-            (checkpoint for checkpoint in reversed(self._held) if checkpoint.length <= length), None
+            (checkpoint for checkpoint in reversed(self._saved) if checkpoint.length <= length),
+            None,
         )
 
     def drop_after(self, length: int) -> None:
         """Let go of those at which more tokens had been seen."""
-        self._held = [checkpoint for checkpoint in self._held if checkpoint.length <= length]
+        self._saved = [checkpoint for checkpoint in self._saved if checkpoint.length <= length]
 
     def drop_all(self) -> None:
         """Let go of all: none of them can be gone back to."""
-        self._held = []
+        self._saved = []
 
     def clear(self) -> None:
         """Let go of all; another text begins."""
-        self._held, self._was_prompt = [], False
+        self._saved, self._was_prompt = [], False

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvedge.errors import InvalidArgumentError
 from kvedge.transformers._installed import cache_argument
-from kvedge.transformers.states import StateMark, can_have_states, has_state, mark_of, put
+from kvedge.transformers.states import StateCopies, can_have_states, copy_states, has_state, put
 
 __all__ = ["DRAFT", "Drafts", "enable_drafts"]
 
@@ -129,7 +129,7 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tokens: int
-    before: StateMark | None  # the states, where they were copied
+    before: StateCopies | None  # the states, where they were copied
 
     def again(self, tokens: int) -> None:
         """Call it with the first tokens of then."""
@@ -187,7 +187,7 @@ class Drafts:
             since += call.tokens
             if call.before is not None:
                 break
-        before = mark_of(layer) if not calls or since >= _APART else None
+        before = copy_states(layer) if not calls or since >= _APART else None
         calls.append(_Call(module, args, kwargs, hidden.shape[1], before))
         self._forget_old(calls)
 
@@ -209,11 +209,11 @@ class Drafts:
                     f"layer {index} has a linear-attention state, which cannot go back by {back} "
                     "tokens"
                 )
-            held = sum(call.tokens for call in self._calls[index])
-            if back > held:
+            recorded = sum(call.tokens for call in self._calls[index])
+            if back > recorded:
                 return (
                     f"layer {index} has a linear-attention state, which cannot go back by {back} "
-                    f"tokens: it has recorded the last {held}"
+                    f"tokens: it has recorded the last {recorded}"
                 )
         return None
 

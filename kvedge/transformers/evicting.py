@@ -47,7 +47,7 @@ class KvedgeEvictingLayer(KvedgeLayer):
         self.attended = [Attended(self._eviction) for _ in self.rows]
 
     @property
-    def num_held(self) -> int:
+    def padded_length(self) -> int:
         """Tokens of each row, padding before them and those that were evicted included."""
         return self.rows[0].num_dropped + len(self.rows[0]) + self.padding[0] if self.rows else 0
 
@@ -60,9 +60,9 @@ class KvedgeEvictingLayer(KvedgeLayer):
         gone = max(row.num_dropped for row in self.rows)
         if gone:
             raise InvalidArgumentError(
-                f"{why} all tokens, and layer {self._index} has evicted {gone} of {self.num_held}: "
-                "load the model with attn_implementation='kvedge', or make the KvedgeCache without "
-                "eviction"
+                f"{why} all tokens, and layer {self._index} has evicted {gone} of "
+                f"{self.padded_length}: load the model with attn_implementation='kvedge', or make "
+                "the KvedgeCache without eviction"
             )
 
     def attend(self, query: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
@@ -134,26 +134,26 @@ class KvedgeEvictingLayer(KvedgeLayer):
         ]
         if kept and any(kept < position for position in at):
             return (
-                f"layer {self._index} cannot go back from {self.num_held} tokens to {kept}: it has "
-                f"evicted tokens at {max(at)}"
+                f"layer {self._index} cannot go back from {self.padded_length} tokens to {kept}: "
+                f"it has evicted tokens at {max(at)}"
             )
         return None
 
-    def _truncate(self, held: int) -> None:
+    def _truncate(self, length: int) -> None:
         """Hold the first tokens only, padding included, if none of them were evicted later."""
-        why = self.why_not_back(held)
+        why = self.why_not_back(length)
         if why is not None:
             raise InvalidArgumentError(f"{why}. reset() the cache and compute the prompt anew")
         self.own_rows()
         self.version += 1
         self.forget_begun()
         for row, gap, attended in zip(self.rows, self.padding, self.attended, strict=True):
-            if held > gap:
-                row.truncate(held - gap - row.num_dropped)
+            if length > gap:
+                row.truncate(length - gap - row.num_dropped)
             else:
                 row.clear()
                 attended.clear()
-        self.padding = [min(gap, held) for gap in self.padding]
+        self.padding = [min(gap, length) for gap in self.padding]
 
     # ---- in files --------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ def evict_due(layers: list[Any], more: int, *, at_end: bool = False) -> bool:
         Whether any token went.
     """
     own = [layer for layer in layers if isinstance(layer, KvedgeEvictingLayer) and layer.rows]
-    if not own or len({layer.num_held for layer in own}) > 1:
+    if not own or len({layer.padded_length for layer in own}) > 1:
         return False
     eviction = own[0]._eviction
     goes_on = own[0].in_prompt and more > 1 and not own[0].record_past

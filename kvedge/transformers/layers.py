@@ -139,11 +139,11 @@ class KvedgeLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.own_rows()
         self._make_room(tokens)
-        held = list(map(len, self.rows))
+        lengths = list(map(len, self.rows))
         _append(self.rows, key_states, value_states)
         self._begun = None
-        if not all(held):
-            begins = [i for i, n in enumerate(held) if n == 0]
+        if not all(lengths):
+            begins = [i for i, n in enumerate(lengths) if n == 0]
             self._begun = Begun(begins, key_states, value_states)
         self.version += 1
         self._appended(tokens)
@@ -187,10 +187,10 @@ class KvedgeLayer(CacheLayerMixin):
 
     def _readable(self, new: int) -> int:
         """Tokens that `new` query rows may read between them."""
-        return self.num_held
+        return self.padded_length
 
     @property
-    def num_held(self) -> int:
+    def padded_length(self) -> int:
         """Tokens of each row, padding before them included."""
         return len(self.rows[0]) + self.padding[0] if self.rows else 0
 
@@ -261,7 +261,7 @@ class KvedgeLayer(CacheLayerMixin):
         torch.Tensor
             (batch, queries, num_heads, head_dim of the values), of the query's dtype.
         """
-        before = self.num_held - tokens  # held, but not for these rows to read
+        before = self.padded_length - tokens  # held, but not for these rows to read
         if mask is not None:
             mask = mask.detach()
         if self._begun is not None and mask is not None and query.shape[2] < self._begun.num_tokens:
@@ -356,7 +356,7 @@ class KvedgeLayer(CacheLayerMixin):
         begun, self._begun = self._begun, None
         if begun is not None:
             for i in begun.rows:
-                hidden = min(before + seen[i], self.num_held) - self.padding[i]
+                hidden = min(before + seen[i], self.padded_length) - self.padding[i]
                 if hidden > 0:
                     self._begin_anew(i, hidden, begun.keys[i : i + 1], begun.values[i : i + 1])
         for i, (gap, first) in enumerate(zip(self.padding, seen, strict=True)):
@@ -381,7 +381,7 @@ class KvedgeLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Tokens seen."""
-        return self.num_held
+        return self.padded_length
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         """Keys that a mask for so many further tokens has, and the position of the first of them.
@@ -431,17 +431,17 @@ class KvedgeLayer(CacheLayerMixin):
             return
         self._truncate(length)
 
-    def _truncate(self, held: int) -> None:
+    def _truncate(self, length: int) -> None:
         """Hold the first tokens only, padding included."""
         self.own_rows()
         self.version += 1
         self._begun = None
         for row, gap in zip(self.rows, self.padding, strict=True):
-            if held > gap or row.num_dropped:
-                row.truncate(max(held - gap, 0))
+            if length > gap or row.num_dropped:
+                row.truncate(max(length - gap, 0))
             else:
                 row.clear()  # a text begins anew, and what its first tokens decide
-        self.padding = [min(gap, held) for gap in self.padding]
+        self.padding = [min(gap, length) for gap in self.padding]
 
     def forget_begun(self) -> None:
         """Let the rows stand as they are, also those that began with the last tokens."""
@@ -450,7 +450,7 @@ class KvedgeLayer(CacheLayerMixin):
     def lose_before(self, dropped: list[int]) -> None:
         """Let rows that were read from a file have dropped so many tokens each.
 
-        What goes by positions, such as a key scale that the first tokens settle, is then as it was.
+        What goes by positions, such as a key scale that the first tokens fix, is then as it was.
 
         Raises
         ------
@@ -612,7 +612,7 @@ class KvedgeSlidingLayer(KvedgeLayer):
         return before + query_length, self.cumulative_length - before
 
     def _readable(self, new: int) -> int:
-        return min(self.num_held, self.sliding_window - 1 + new)
+        return min(self.padded_length, self.sliding_window - 1 + new)
 
     def _appended(self, tokens: int) -> None:
         self.cumulative_length += tokens
@@ -624,12 +624,12 @@ class KvedgeSlidingLayer(KvedgeLayer):
         """Drop tokens before the window, once there are as many as it holds."""
         if self.record_past or not self.rows:
             return
-        if self.num_held >= 2 * self.sliding_window:
+        if self.padded_length >= 2 * self.sliding_window:
             self._restrict()
 
     def _restrict(self) -> None:
         """Keep the tokens that the next query may read, and one: the last may be read anew."""
-        extra = self.num_held - self.sliding_window
+        extra = self.padded_length - self.sliding_window
         if extra > 0:
             self.own_rows()
             self.version += 1
@@ -665,14 +665,14 @@ class KvedgeSlidingLayer(KvedgeLayer):
         length = self._options.tokens_after_crop(length, self.cumulative_length)
         gone = self.cumulative_length - length
         if gone:
-            held = self.num_held - gone
-            if held < min(length, self.sliding_window - 1):
+            remaining = self.padded_length - gone
+            if remaining < min(length, self.sliding_window - 1):
                 raise InvalidArgumentError(
                     f"layer {self._index} cannot go back by {gone} tokens: its window of "
                     f"{self.sliding_window} would need tokens that are gone. Call "
                     "activate_past_recording() before the tokens that may have to go"
                 )
-            self._truncate(held)
+            self._truncate(remaining)
             self.cumulative_length = length
         if self.record_past and self.rows:
             self._restrict()

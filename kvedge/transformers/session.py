@@ -41,7 +41,7 @@ from kvedge.transformers.checkpoints import go_back, take
 from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
-from kvedge.transformers.states import StateMark, has_state, mark_of, put
+from kvedge.transformers.states import StateCopies, copy_states, has_state, put
 from kvedge.transformers.structure import text_config
 
 __all__ = [
@@ -92,8 +92,8 @@ def _rows_layers(cache: Any) -> list[tuple[int, KvedgeLayer]]:
 
 def length_of(cache: Any) -> int:
     """Tokens that a cache has seen; KvedgeError if its layers are not at the same length."""
-    held = _rows_layers(cache)
-    lengths = {layer.get_seq_length() for _, layer in held}
+    layers = _rows_layers(cache)
+    lengths = {layer.get_seq_length() for _, layer in layers}
     if len(lengths) > 1:
         raise KvedgeError(
             f"the layers of the KvedgeCache are at different lengths, {sorted(lengths)}: a step of "
@@ -121,8 +121,8 @@ def _as_ids(token_ids: Any) -> torch.Tensor:
 
 def note_ids(cache: Any, token_ids: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the ids of the tokens held, of ids with one more or not; and layers' versions now."""
-    ids, length, held = _as_ids(token_ids), length_of(cache), _rows_layers(cache)
-    batch = len(held[0][1].rows) if held else ids.shape[0]
+    ids, length, layers = _as_ids(token_ids), length_of(cache), _rows_layers(cache)
+    batch = len(layers[0][1].rows) if layers else ids.shape[0]
     counts = any(isinstance(layer, KvedgeLayer) for layer in cache.layers)  # states do not
     most = length + 1 if counts else ids.shape[1]  # the last token written was not read yet
     if ids.shape[0] != batch or not length <= ids.shape[1] <= most:
@@ -159,19 +159,19 @@ def keep_prefix(cache: Any, token_ids: Any) -> int:
     ids, length = _as_ids(token_ids), length_of(cache)
     if length == 0:
         return 0
-    held = cache.token_ids
-    if held is None:
+    own_ids = cache.token_ids
+    if own_ids is None:
         raise InvalidArgumentError(
             f"the KvedgeCache holds {length} tokens and does not know which: set cache.token_ids "
             "to what generate() returned, after the last step"
         )
-    if ids.shape[0] != held.shape[0]:
+    if ids.shape[0] != own_ids.shape[0]:
         raise ShapeMismatchError(
-            f"the KvedgeCache holds {held.shape[0]} sequences, token_ids are of {ids.shape[0]}: "
+            f"the KvedgeCache holds {own_ids.shape[0]} sequences, token_ids are of {ids.shape[0]}: "
             "reset() it, or make another"
         )
     most = min(length, max(ids.shape[1] - 1, 0))  # the last token is computed: it gives the logits
-    differ = (ids[:, :most] != held[:, :most]).any(0).nonzero()
+    differ = (ids[:, :most] != own_ids[:, :most]).any(0).nonzero()
     kept = int(differ[0]) if len(differ) else most
     if kept == 0:
         cache.reset()
@@ -180,7 +180,7 @@ def keep_prefix(cache: Any, token_ids: Any) -> int:
             cache.crop(kept - length)
         else:
             kept = go_back_to_checkpoint(cache, kept, length)
-        cache.token_ids = held[:, :kept]
+        cache.token_ids = own_ids[:, :kept]
     return kept
 
 
@@ -198,8 +198,8 @@ def why_not_back(cache: Any, kept: int, length: int) -> str | None:
         if isinstance(layer, KvedgeEvictingLayer) and (why := layer.why_not_back(kept)):
             return why
         if isinstance(layer, KvedgeSlidingLayer) and layer.rows:
-            held = layer.num_held - (length - kept)
-            if held < min(kept, layer.sliding_window - 1):
+            remaining = layer.padded_length - (length - kept)
+            if remaining < min(kept, layer.sliding_window - 1):
                 return (
                     f"layer {index} cannot go back by {length - kept} tokens, from {length} to "
                     f"{kept}: its window of {layer.sliding_window} would need tokens that are gone"
@@ -234,8 +234,8 @@ def go_back_to_checkpoint(cache: Any, kept: int, length: int, *, exactly: bool =
 
 def _gap(row: Any) -> int:
     """Dropped tokens of a row that a file has all the same: those of the first run."""
-    held, config = store_of(row).held(), store_of(row).config
-    return int(held.num_dropped % RUN) if config.in_runs and held.num_tokens else 0
+    view, config = store_of(row).view(), store_of(row).config
+    return int(view.num_dropped % RUN) if config.in_runs and view.num_tokens else 0
 
 
 class _Rows:
@@ -355,9 +355,9 @@ def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             tensors |= {f"layers.{index}.attended.{name}": tensor for name, tensor in noted}
         if not has_state(layer):
             continue
-        mark = mark_of(layer)
-        has_previous[str(index)] = [mark.has_previous[i] for i in sorted(mark.has_previous)]
-        for kind, states in (("conv", mark.conv), ("recurrent", mark.recurrent)):
+        copies = copy_states(layer)
+        has_previous[str(index)] = [copies.has_previous[i] for i in sorted(copies.has_previous)]
+        for kind, states in (("conv", copies.conv), ("recurrent", copies.recurrent)):
             for i, state in states.items():
                 if isinstance(state, Int8State):
                     tensors[f"layers.{index}.scales.{i}"] = state.scales.contiguous()
@@ -595,7 +595,7 @@ def _fill_states(
             if scales is not None and codes is not None:
                 recurrent[i] = Int8State(codes, scales)
         _check_kept(index, layer, recurrent)
-        put(layer, StateMark(conv, recurrent, dict(enumerate(map(bool, saved)))))
+        put(layer, StateCopies(conv, recurrent, dict(enumerate(map(bool, saved)))))
 
 
 def _check_kept(index: int, layer: Any, states: dict[int, Any]) -> None:

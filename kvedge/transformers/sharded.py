@@ -66,7 +66,7 @@ class KvedgeShardedLayer(KvedgeLayer):
             self.lazy_initialization(key_states, value_states)
         start = self._length
         begins = [i for i, gap in enumerate(self.padding) if gap == start]
-        mine = self._share.held(start, start + tokens)
+        mine = self._share.own_positions(start, start + tokens)
         checked = []
         for row, first, keys, values in zip(
             self.rows, self._first, key_states, value_states, strict=True
@@ -100,10 +100,10 @@ class KvedgeShardedLayer(KvedgeLayer):
         first = self._first.pop()
         if hidden < n:
             first.take(rows[0][hidden:], rows[1][hidden:])
-        held = self._share.held(0, self._length)
+        positions = self._share.own_positions(0, self._length)
         rows = [np.concatenate([np.zeros_like(some[:1]), some[hidden:]]) for some in rows]
-        taken = np.maximum(held - (self._length - n + hidden) + 1, 0)  # 0 is the row of zeros
-        if len(held):
+        taken = np.maximum(positions - (self._length - n + hidden) + 1, 0)  # 0 is the row of zeros
+        if len(positions):
             store_of(row).append(rows[0][taken], rows[1][taken])
         self.rows[index], self._first[index] = row, first
         self.padding[index] += hidden
@@ -191,7 +191,7 @@ class KvedgeShardedLayer(KvedgeLayer):
     # ---- lengths, removing and rearranging -------------------------------------------------------
 
     @property
-    def num_held(self) -> int:
+    def padded_length(self) -> int:
         """Tokens of each sequence, on all ranks."""
         return self._length
 

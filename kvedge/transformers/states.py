@@ -15,13 +15,13 @@ from kvedge.transformers.kept_states import Int8State, Int8States
 
 __all__ = [
     "SharedStates",
-    "StateMark",
+    "StateCopies",
     "batch_of",
     "can_have_states",
+    "copy_states",
     "drop",
     "has_state",
     "kept",
-    "mark_of",
     "put",
     "share",
     "take",
@@ -30,7 +30,7 @@ __all__ = [
 _STATE: type | None = getattr(cache_utils, "LinearAttentionLayer", None)  # transformers 5
 
 
-class StateMark(NamedTuple):
+class StateCopies(NamedTuple):
     """The states of one layer at one moment, by their numbers; None where one was not there yet."""
 
     conv: dict[int, torch.Tensor | None]
@@ -40,8 +40,8 @@ class StateMark(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors."""
-        held = (*self.conv.values(), *self.recurrent.values())
-        return sum(0 if state is None else state.nbytes for state in held)
+        states = (*self.conv.values(), *self.recurrent.values())
+        return sum(0 if state is None else state.nbytes for state in states)
 
 
 class SharedStates(dict[int, Any]):
@@ -88,26 +88,26 @@ def has_state(layer: Any) -> bool:
     return _STATE is not None and isinstance(layer, _STATE)
 
 
-def mark_of(layer: Any) -> StateMark:
+def copy_states(layer: Any) -> StateCopies:
     """Copies of a layer's states as they are now."""
     conv: dict[int, torch.Tensor | None] = dict.fromkeys(layer.conv_states)
     recurrent: dict[int, torch.Tensor | Int8State | None] = dict.fromkeys(layer.recurrent_states)
     for i in conv:
         if layer.is_conv_states_initialized[i]:  # a recorded past is longer than the kernel
             width = layer.conv_kernel_size[i]
-            conv[i] = _held(layer.conv_states, i)[..., -width:].detach().clone()
+            conv[i] = _stored_state(layer.conv_states, i)[..., -width:].detach().clone()
         if layer.is_recurrent_states_initialized[i]:
             recurrent[i] = kept(layer, i).clone()
-    return StateMark(conv, recurrent, dict(layer.has_previous_state))
+    return StateCopies(conv, recurrent, dict(layer.has_previous_state))
 
 
 def batch_of(layer: Any) -> int:
     """Rows of the batch whose states a layer has; 0: it has none yet."""
     for states in (layer.conv_states, layer.recurrent_states):
         for index in states:
-            held = _held(states, index)
-            if held is not None:
-                tensor = held.codes if isinstance(held, Int8State) else held
+            stored = _stored_state(states, index)
+            if stored is not None:
+                tensor = stored.codes if isinstance(stored, Int8State) else stored
                 return int(tensor.shape[0])
     return 0
 
@@ -116,11 +116,11 @@ def take(layer: Any, rows: torch.Tensor) -> None:
     """Let a layer have the states of some rows of the batch, in that order."""
     for states in (layer.conv_states, layer.recurrent_states):
         for index in states:
-            held = _held(states, index)
-            if isinstance(held, Int8State):
-                states[index] = Int8State(held.codes[rows], held.scales[rows])
-            elif held is not None:
-                states[index] = held[rows]
+            stored = _stored_state(states, index)
+            if isinstance(stored, Int8State):
+                states[index] = Int8State(stored.codes[rows], stored.scales[rows])
+            elif stored is not None:
+                states[index] = stored[rows]
 
 
 def drop(layer: Any) -> None:
@@ -133,20 +133,20 @@ def drop(layer: Any) -> None:
 
 def kept(layer: Any, index: int) -> torch.Tensor | Int8State:
     """A recurrent state as a layer holds it."""
-    state: Any = _held(layer.recurrent_states, index)
+    state: Any = _stored_state(layer.recurrent_states, index)
     return state.detach() if isinstance(state, torch.Tensor) else state
 
 
-def _held(states: Any, index: int) -> Any:
-    """One of a layer's states as it is held, not to be written to."""
+def _stored_state(states: Any, index: int) -> Any:
+    """One of a layer's states as it is stored, not to be written to."""
     shares = isinstance(states, (Int8States, SharedStates))
     return states.kept(index) if shares else states[index]
 
 
-def put(layer: Any, mark: StateMark) -> None:
-    """Let a layer have the states of a mark; those that were not there begin anew."""
-    for i, has_previous in mark.has_previous.items():
-        conv, recurrent = mark.conv[i], mark.recurrent[i]
+def put(layer: Any, copies: StateCopies) -> None:
+    """Let a layer have such states; those that were not there begin anew."""
+    for i, has_previous in copies.has_previous.items():
+        conv, recurrent = copies.conv[i], copies.recurrent[i]
         if conv is not None:
             if not layer.is_conv_states_initialized[i]:
                 _initialize(layer, conv_states=conv, state_idx=i)

@@ -134,11 +134,11 @@ def _convolve(
     return torch.stack((done, done), dim=3)[..., 0]
 
 
-def _activation(name: str | None, weight: Tensor, held: int) -> bool:
+def _activation(name: str | None, weight: Tensor, num_inputs: int) -> bool:
     """Whether SiLU follows a convolution whose state holds so many inputs."""
     width = weight.shape[-1]
-    if not 2 <= width <= MAX_WIDTH or held < width - 1:
-        raise Unserved(f"a convolution of width {width} with a state of {held} inputs")
+    if not 2 <= width <= MAX_WIDTH or num_inputs < width - 1:
+        raise Unserved(f"a convolution of width {width} with a state of {num_inputs} inputs")
     if name not in (None, "silu", "swish"):
         raise Unserved(f"a convolution with {name}")
     return name is not None
@@ -157,9 +157,9 @@ def _conv_update(
     silu = _activation(activation, weight, conv_state.shape[-1])
     if _in_place(conv_state):
         return _convolve(hidden_states, _memory(conv_state), weight, bias, silu, threads)
-    held = conv_state.detach().float().contiguous()
-    out = _convolve(hidden_states, _memory(held), weight, bias, silu, threads)
-    conv_state.copy_(held)
+    state32 = conv_state.detach().float().contiguous()
+    out = _convolve(hidden_states, _memory(state32), weight, bias, silu, threads)
+    conv_state.copy_(state32)
     return out
 
 
@@ -267,16 +267,16 @@ def _mamba_update(
     heads, head_dim = hidden_states.shape[-2:]
     _of_heads(B.shape[-2], heads, head_dim, B.shape[-1])
     times = _times(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)
-    held = state if _in_place(state) else state.detach().float().contiguous()
+    state32 = state if _in_place(state) else state.detach().float().contiguous()
     # a gate is multiplied in before rounding
     out = _Out(hidden_states.shape, hidden_states.dtype if z is None else torch.float32)
     active("mamba_extend")(
-        _memory(held), _rows(hidden_states.unsqueeze(1)), _rows(times.unsqueeze(1)),
+        _memory(state32), _rows(hidden_states.unsqueeze(1)), _rows(times.unsqueeze(1)),
         _vector(A[:, 0, 0]), _rows(B.unsqueeze(1)), _rows(C.unsqueeze(1)),
         None if D is None else _vector(D[:, 0]), out.rows(out.tensor.unsqueeze(1)), threads,
     )  # fmt: skip
-    if held is not state:
-        state.copy_(held)
+    if state32 is not state:
+        state.copy_(state32)
     result = out.finish()
     return result if z is None else (result * silu(z.float())).to(hidden_states.dtype)
 

@@ -36,7 +36,7 @@ def quick(monkeypatch):
     rate = system.ProductRate(1, 1e11, "scalar")
     monkeypatch.setattr(system, "product_rate", lambda *args, **options: rate)
     monkeypatch.setattr(copies, "cold_bytes", lambda machine: 1 << 16)
-    monkeypatch.setattr(contest, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(contest, "_PAUSE_SECONDS", 0.0)
 
 
 def _json(capsys, *arguments):

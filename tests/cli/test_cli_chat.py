@@ -291,7 +291,7 @@ def test_keep_minus_one_keeps_the_first_prompt(stories):
     first = stories.tokenizer.encode("Once upon a time there was")
     for _ in range(5):
         say(talk, " Then Tom ran away")
-        assert talk._held[: len(first)] == first
+        assert talk._context[: len(first)] == first
     talk.clear()
     say(talk, "Tom")
     assert talk._keep == len(stories.tokenizer.encode("Tom"))
@@ -368,7 +368,7 @@ def test_a_signal_during_a_save_waits_for_it():
     done = []
 
     def save():
-        with interrupts.as_interrupts(), interrupts.held_back():
+        with interrupts.as_interrupts(), interrupts.deferred():
             signal.raise_signal(signal.SIGTERM)
             done.append("saved")
 

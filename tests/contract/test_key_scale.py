@@ -185,16 +185,16 @@ def test_the_first_tokens_decide_and_are_encoded_anew(dtype, sizes, rng):
     total = sum(sizes)
     keys, values = biased(rng, total), normal(rng, total, KV_HEADS, D)
     layer = layer_types[dtype](None, KV_HEADS, D, key_scale="auto")
-    at, settled = 0, None
+    at, scale = 0, None
     for size in sizes:
         layer.extend(keys[at : at + size], values[at : at + size])
         at += size
         if at >= LEAST_TOKENS:
-            settled = layer.key_scale.copy() if settled is None else settled
-            np.testing.assert_array_equal(layer.key_scale, settled)  # frozen
-    assert settled[:, 3].min() > BIAS / 8
+            scale = layer.key_scale.copy() if scale is None else scale
+            np.testing.assert_array_equal(layer.key_scale, scale)  # frozen
+    assert scale[:, 3].min() > BIAS / 8
     if not FORMATS[dtype].has_scales:
-        assert (np.frexp(settled)[0] == 0.5).all()  # powers of two, which change no digit
+        assert (np.frexp(scale)[0] == 0.5).all()  # powers of two, which change no digit
     allowed = {"int8": 0.1, "int4": 2.0}.get(dtype, 0.5)  # 16 levels, of rows up to 8 and more
     assert error(layer, keys) < allowed
     np.testing.assert_array_equal(layer.values().shape, values.shape)
@@ -348,11 +348,11 @@ def test_going_back_among_the_first_tokens_opens_it_again(rng):
     layer.extend(first[:12], first[:12])  # 15 tokens decide nothing yet
     np.testing.assert_array_equal(layer.key_scale, scale)
     layer.extend(first[12:], first[12:])
-    settled = layer.key_scale.copy()
+    scale = layer.key_scale.copy()
     layer.truncate(16)
     layer.extend(second, second)
-    np.testing.assert_array_equal(layer.key_scale, settled)
+    np.testing.assert_array_equal(layer.key_scale, scale)
     layer.truncate(5)
     layer.extend(second, second)
-    assert not np.array_equal(layer.key_scale, settled)
+    assert not np.array_equal(layer.key_scale, scale)
     assert layer.key_scale[0, 7] > BIAS / 4

@@ -671,7 +671,7 @@ class RecentMachine(RuleBasedStateMachine):
         states = [self.cache._state.sequences[seq].parts for seq in self.models]
         gone = [parts for _, parts in pool._state.abandoned]  # given back by the next that takes
         for parts in [*states, *(mark._parts for mark, _ in self.marks), *gone]:
-            owners.update(parts.held.tolist())
+            owners.update(parts.blocks.tolist())
         counts = pool._state.parts.blocks.references
         assert {int(b): int(counts[b]) for b in np.flatnonzero(counts)} == dict(owners)
         assert pool.used_recent_count == len(owners)

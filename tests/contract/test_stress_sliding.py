@@ -44,9 +44,9 @@ def all_values(layer, rng):
 
 
 def views(layer, rng):
-    held = store_of(layer).held()  # two properties would be two moments
-    assert len({len(rows) for rows in held.tokens}) == 1
-    return held.num_dropped if held.num_tokens else None, held.num_tokens
+    view = store_of(layer).view()  # two properties would be two moments
+    assert len({len(rows) for rows in view.tokens}) == 1
+    return view.num_dropped if view.num_tokens else None, view.num_tokens
 
 
 def copied(layer, rng):
@@ -161,15 +161,15 @@ def test_a_copy_has_room_for_what_was_held_however_small_the_layer_becomes(dtype
 
         overtaking = None  # the layer over it, once
 
-        def held(self):
-            held = super().held()
+        def view(self):
+            view = super().view()
             layer, self.overtaking = self.overtaking, None
             if layer is not None:
                 layer.drop_first(len(layer) - 1)
                 for t in range(300, 700):
                     layer.push(*(side[0] for side in rows([t])))
                     layer.drop_first(1)
-            return held
+            return view
 
     def restored(layer):
         make, arguments = layer.__reduce__()

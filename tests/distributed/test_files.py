@@ -214,7 +214,7 @@ def test_a_manifest_that_cannot_be_replaced_is_found_out_before_parts_are_writte
     assert os.listdir(tmp_path) == ["manifest.json"]
 
 
-def test_manifests_of_two_saves_are_settled_for_the_newer(tmp_path):
+def test_manifests_of_two_saves_are_resolved_for_the_newer(tmp_path):
     """As a crash leaves them, between two machines' renames: all parts of both are there."""
 
     def write(group, seed):

@@ -221,7 +221,7 @@ def test_what_it_tells_of_itself():
         assert cache.used_bytes == part.used_bytes > 0
         assert "50 tokens in blocks of 4 tokens over 2 ranks as 3:1" in repr(cache)
         mark = cache.snapshot()
-        assert repr(mark) == "<ShardedSnapshot of 50 tokens (mark)>"
+        assert repr(mark) == "<ShardedSnapshot of 50 tokens (attached)>"
         cache.clear()
         assert cache.is_empty and len(part) == 0
         return len(mark)

@@ -106,7 +106,7 @@ def run_trace(cache, trace):
                 marks.append(cache.snapshot())
             elif call == "detach" and marks:
                 mark = marks[arguments[0] % len(marks)]
-                # Restored, so few tokens settle what is automatic, which one cache leaves open.
+                # Restored, so few tokens fix what is automatic, which one cache leaves open.
                 if len(mark) >= 16 or "auto" not in trace["storage"].values():
                     marks.append(mark.detach())
             elif call == "restore" and marks:

@@ -38,7 +38,7 @@ def quick(monkeypatch):
     found = system.ReadBandwidth(1, 1e10, "native")
     monkeypatch.setattr(system, "read_bandwidth", lambda *args, **options: found)
     monkeypatch.setattr(copies, "cold_bytes", lambda machine: 1 << 16)
-    monkeypatch.setattr(contest, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(contest, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(push, "_STORED_TOKENS", 64)
 
 

@@ -322,7 +322,7 @@ def test_what_first_tokens_decide_is_as_open_as_it_was(tmp_path):
     for back in (33, 37, 24, 23):  # among the first 16 tokens, and behind them
         with torch.no_grad():
             model(ids[:, :7], past_key_values=cache)
-            model(ids[:, 7:], past_key_values=cache)  # settles key scales
+            model(ids[:, 7:], past_key_values=cache)  # fixes key scales
         cache.crop(-back)
         cache.save(tmp_path, ids[:, : cache.get_seq_length()])
         loaded = KvedgeCache.load(tmp_path, model.config)

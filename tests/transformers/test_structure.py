@@ -9,7 +9,7 @@ from tiny_structures import STRUCTURES, structure_of
 from kvedge.cli.layer_kinds import layer_names
 from kvedge.cli.layer_states import state_of
 from kvedge.transformers import layers
-from kvedge.transformers.states import has_state, mark_of
+from kvedge.transformers.states import copy_states, has_state
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -81,6 +81,6 @@ def test_a_plan_counts_the_states_that_a_cache_holds(name):
         planned = state_of(config, called)
         assert (planned is not None) == has_state(layer)
         if planned is not None:
-            mark = mark_of(layer)
-            held = [sum(s.numel() for s in side.values() if s is not None) for side in mark[:2]]
+            copies = copy_states(layer)
+            held = [sum(s.numel() for s in side.values() if s is not None) for side in copies[:2]]
             assert [planned.conv, planned.recurrent] == held

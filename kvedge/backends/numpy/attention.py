@@ -132,8 +132,8 @@ def attend(
     lse_by_head = lse.reshape(by_head.shape[:3])
     with np.errstate(all="ignore"):
         for heads, rows in _query_blocks(n_rows, num_kv_heads, group, widest):
-            part = by_head[rows, heads].transpose(1, 2, 0, 3).astype(np.float64)  # (H, g, R, D)
-            result, log_sum = _attend_block(stored, part, heads, rows, n_rows, options)
+            queries = by_head[rows, heads].transpose(1, 2, 0, 3).astype(np.float64)  # (H, g, R, D)
+            result, log_sum = _attend_block(stored, queries, heads, rows, n_rows, options)
             out_by_head[rows, heads] = _to_float32(result).transpose(2, 0, 1, 3)
             lse_by_head[rows, heads] = _to_float32(log_sum, keep_inf=True).transpose(2, 0, 1)
     return lse
@@ -162,10 +162,10 @@ def scores(stored: Stored, query: np.ndarray, scale: float) -> np.ndarray:
     logits = np.empty((num_kv_heads, group, stored.length), dtype=np.float32)
     with np.errstate(all="ignore"):
         for heads, _ in _query_blocks(1, num_kv_heads, group, head_dim):
-            part = by_head[heads].astype(np.float64)
-            constant = _offset_logits(stored, part, heads, scale)
-            for tokens in _token_blocks([(0, stored.length)], part.shape, head_dim):
-                block = _logits(stored, part, heads, tokens, scale) + constant[..., np.newaxis]
+            queries = by_head[heads].astype(np.float64)
+            constant = _offset_logits(stored, queries, heads, scale)
+            for tokens in _token_blocks([(0, stored.length)], queries.shape, head_dim):
+                block = _logits(stored, queries, heads, tokens, scale) + constant[..., np.newaxis]
                 logits[heads, :, tokens] = _to_float32(block[:, :, 0])
     return logits.reshape(num_heads, stored.length)
 

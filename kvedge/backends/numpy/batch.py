@@ -14,7 +14,7 @@ from kvedge.backends.numpy.layer import LayerStore
 from kvedge.core import arrays, checks
 from kvedge.core.options import AttendOptions, shows_options
 from kvedge.core.types import Array, Layout
-from kvedge.layer.keys import mark, return_to
+from kvedge.layer.keys import roll_back, savepoint
 from kvedge.layer.layer import KvLayer
 from kvedge.layer.reading import memory_of, turned_back
 from kvedge.layer.room import reserve, slide
@@ -38,12 +38,12 @@ def attend_batch(
     stores = batch.as_stores(layers, LayerStore)
     rows, single = batch.as_query(query, stores, layout)
     num, n_rows, num_heads, head_dim = rows.shape
-    held = [store.held() for store in stores]  # taken once: another thread may be writing
-    lengths = [own_held.num_tokens for own_held in held]
+    views = [store.view() for store in stores]  # taken once: another thread may be writing
+    lengths = [view.num_tokens for view in views]
     batch.check_lengths(lengths, n_rows, causal)
     window = batch.window_of(stores, window)
-    for store, own_held in zip(stores, held, strict=True):
-        checks.check_reach(store.config, own_held, n_rows, window, sink_tokens)
+    for store, view in zip(stores, views, strict=True):
+        checks.check_reach(store.config, view, n_rows, window, sink_tokens)
     resolved = AttendOptions.make(
         head_dim,
         n_rows,
@@ -57,9 +57,7 @@ def attend_batch(
     )
     starts = checks.as_starts(start, lengths)
     slabs = [
-        slab
-        for store, own_held in zip(stores, held, strict=True)
-        for slab in memory_of(store, own_held)
+        slab for store, view in zip(stores, views, strict=True) for slab in memory_of(store, view)
     ]
     reads = (arrays.memory_of(query, "query"), *resolved.arrays(), *slabs)
     shape = rows[:, 0].shape if single else arrays.in_nhd(rows, layout).shape
@@ -70,7 +68,7 @@ def attend_batch(
     to = target.rows[:, np.newaxis] if single else target.rows
     for i, store in enumerate(stores):
         own = _own_options(resolved, i, lengths[i], starts[i])
-        lse[i] = attention.attend(store.stored(held[i], len(rows[i])), rows[i], own, to[i])
+        lse[i] = attention.attend(store.stored(views[i], len(rows[i])), rows[i], own, to[i])
     if not resolved.return_lse:
         return target.finish()
     if single:
@@ -102,7 +100,7 @@ def append_batch(
         for store, some, rows in zip(stores, *sides, strict=True)
     ]
     n = sides[0].shape[1]
-    marks = [mark(store, n) for store in stores]
+    savepoints = [savepoint(store, n) for store in stores]
     try:
         for store, pair in zip(stores, pairs, strict=True):
             store.make_ready(*pair)
@@ -111,8 +109,8 @@ def append_batch(
         for store, pair in zip(stores, pairs, strict=True):
             store.store_ready(*pair)
     except BaseException:
-        for store, before in zip(stores, marks, strict=True):
-            return_to(store, before)
+        for store, saved in zip(stores, savepoints, strict=True):
+            roll_back(store, saved)
         raise
     for store in stores:
         slide(store, n)

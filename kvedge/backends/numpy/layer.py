@@ -14,10 +14,10 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule
 from kvedge.core.kivi import RUN
-from kvedge.core.memory import Held, Slabs, clamp
+from kvedge.core.memory import LayerView, Slabs, clamp
 from kvedge.core.options import AttendOptions, default_scale
 from kvedge.core.types import Array, Floats, Layout
-from kvedge.layer.keys import decide, mark, return_to
+from kvedge.layer.keys import decide, roll_back, savepoint
 from kvedge.layer.layer import KvLayer as BaseKvLayer
 from kvedge.layer.parts import (
     PIECE,
@@ -51,7 +51,7 @@ class LayerStore:
 
     # Replaced as a whole, so that a reader sees one moment. No array of parts is written to, but
     # runs behind those that are held.
-    _now: Held
+    _now: LayerView
     _last_row: int  # rows below it have been written
 
     def open(self, config: LayerConfig, slabs: Slabs | None = None) -> None:
@@ -63,13 +63,13 @@ class LayerStore:
         parts = empty_parts(config, 0)
         if parts is not None and config.in_runs:
             parts = parts._replace(runs=memory.reserve_runs(config))
-        self._now = Held(slabs, 0, 0, 0, None, NO_MAP, parts)
+        self._now = LayerView(slabs, 0, 0, 0, None, NO_MAP, parts)
         self._last_row = 0
         self.config = config
 
     def __len__(self) -> int:
         """Tokens stored."""
-        return self.held().num_tokens
+        return self.view().num_tokens
 
     def arrays(self) -> list[np.ndarray]:
         parts: Parts | None = self._now.parts
@@ -78,28 +78,28 @@ class LayerStore:
         body = self._now.slabs if parts.runs is None else parts.runs
         return [*body, *parts.first, *parts.last]
 
-    def held(self) -> Held:
+    def view(self) -> LayerView:
         return self._now
 
-    def snapshot(self, end: int | None = None) -> Held:
-        held = self.held()
-        return held if end is None else self._at(held, end - held.num_dropped)
+    def snapshot(self, end: int | None = None) -> LayerView:
+        view = self.view()
+        return view if end is None else self._at(view, end - view.num_dropped)
 
-    def _at(self, held: Held, n: int) -> Held:
-        """What is held where the layer goes to another length."""
-        parts = held.parts
+    def _at(self, view: LayerView, n: int) -> LayerView:
+        """The view of the layer at another length."""
+        parts = view.parts
         if parts is None:
-            return held._replace(num_tokens=n)
-        before, end = held.num_dropped + held.num_tokens, held.num_dropped + n
+            return view._replace(num_tokens=n)
+        before, end = view.num_dropped + view.num_tokens, view.num_dropped + n
         if end < before:
             parts = parts.since(before - kept_rows(self.config))
         if end > parts.last_at + len(parts.last.key_codes) or not kept_rows(self.config):
             parts = parts.until(0)._replace(first=parts.first, last_at=end)
-        return held._replace(num_tokens=max(n, 0), parts=parts)
+        return view._replace(num_tokens=max(n, 0), parts=parts)
 
     def end(self) -> int:
-        held = self._now
-        return held.num_dropped + held.num_tokens
+        view = self._now
+        return view.num_dropped + view.num_tokens
 
     def written(self) -> int:
         return self._last_row - self._now.start
@@ -114,18 +114,18 @@ class LayerStore:
         return key_map
 
     def bind(self, slabs: Slabs, config: LayerConfig, key_map: KeyMap | None = None) -> None:
-        held, parts, row = self._now, self._now.parts, self._now.start
+        view, parts, row = self._now, self._now.parts, self._now.start
         if config.in_runs:
             row = row // RUN * RUN
-            if slabs is held.slabs:
+            if slabs is view.slabs:
                 row = 0
             else:
                 runs = memory.reserve_runs(config)
                 memory.copy_runs(parts.runs, config, row, self._last_row, runs)
                 parts = parts._replace(runs=runs, runs_at=parts.runs_at + row)
         self._last_row -= row
-        key_map = held.key_map if key_map is None else key_map
-        self._now = held._replace(slabs=slabs, start=held.start - row, key_map=key_map, parts=parts)
+        key_map = view.key_map if key_map is None else key_map
+        self._now = view._replace(slabs=slabs, start=view.start - row, key_map=key_map, parts=parts)
         self.config = config
 
     def filled(self, position: int, n: int) -> None:
@@ -136,11 +136,11 @@ class LayerStore:
         self._now = self._at(self._now, n)
 
     def drop(self, n: int) -> None:
-        held = self._now
-        self._now = held._replace(
-            start=held.start + n,
-            num_tokens=held.num_tokens - n,
-            num_dropped=held.num_dropped + n,
+        view = self._now
+        self._now = view._replace(
+            start=view.start + n,
+            num_tokens=view.num_tokens - n,
+            num_dropped=view.num_dropped + n,
         )
 
     def holding(
@@ -170,8 +170,8 @@ class LayerStore:
             parts = parts._replace(first=first, last=last, runs=runs)
 
         def take() -> None:
-            held_map = self._now.key_map if key_map is None else key_map
-            self._now = Held(slabs, start, num_tokens, num_dropped, None, held_map, parts)
+            own_map = self._now.key_map if key_map is None else key_map
+            self._now = LayerView(slabs, start, num_tokens, num_dropped, None, own_map, parts)
             self.config = config
             self._last_row = start + num_tokens
 
@@ -189,11 +189,11 @@ class LayerStore:
         return self._now, self._last_row, self.config
 
     def rebind(self, binding: object) -> None:
-        self._now, self._last_row, self.config = cast("tuple[Held, int, LayerConfig]", binding)
+        self._now, self._last_row, self.config = cast("tuple[LayerView, int, LayerConfig]", binding)
 
     def keeping(self, indices: np.ndarray) -> Callable[[], None]:
         blocks = list(self._blocks(len(indices)))
-        tokens = [(rows, np.empty_like(rows[blocks[0]])) for rows in self.held().tokens if blocks]
+        tokens = [(rows, np.empty_like(rows[blocks[0]])) for rows in self.view().tokens if blocks]
 
         def move() -> None:
             for block in blocks:
@@ -231,14 +231,14 @@ class LayerStore:
     def _store(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append checked float32 rows (n, num_kv_heads, channels)."""
         if len(keys):
-            before = mark(self, len(keys))
+            before = savepoint(self, len(keys))
             try:
                 keys = turned_back_next(self, keys)
                 self.make_ready(keys, values)
                 reserve(self, len(keys))
                 self.store_ready(keys, values)
             except BaseException:
-                return_to(self, before)
+                roll_back(self, before)
                 raise
 
     @in_default_mode
@@ -256,15 +256,15 @@ class LayerStore:
     @in_default_mode
     def store_ready(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Append rows that are checked, and that there is room for."""
-        held, n, parts = self._now, len(keys), self._now.parts
+        view, n, parts = self._now, len(keys), self._now.parts
         piece = n if self.config.recent else PIECE  # where none but the last few stay
         for start in range(0, 0 if parts is None else n, piece):
-            some, end = slice(start, start + piece), held.num_dropped + held.num_tokens + start
+            some, end = slice(start, start + piece), view.num_dropped + view.num_tokens + start
             parts = self._longer(parts, end, keys[some], values[some])
         if not self.config.in_runs:
-            self.write_rows(held.start + held.num_tokens, keys, values)
-        self._last_row = held.start + held.num_tokens + n
-        self._now = held._replace(num_tokens=held.num_tokens + n, parts=parts)
+            self.write_rows(view.start + view.num_tokens, keys, values)
+        self._last_row = view.start + view.num_tokens + n
+        self._now = view._replace(num_tokens=view.num_tokens + n, parts=parts)
 
     def _longer(self, parts: Parts, end: int, keys: np.ndarray, values: np.ndarray) -> Parts:
         """Those of a layer to which some tokens are appended; runs that they fill are encoded."""
@@ -353,9 +353,9 @@ class LayerStore:
         return (slice(start, min(n, start + step)) for start in range(0, n, step))
 
     def dequantize(
-        self, held: Held, values: bool, start: int, stop: int, out: np.ndarray
+        self, view: LayerView, values: bool, start: int, stop: int, out: np.ndarray
     ) -> Floats:
-        for slabs, config, key_map, row, first, last in self._reads(held):
+        for slabs, config, key_map, row, first, last in self._reads(view):
             low, high = max(start, first), min(stop, last)
             if low < high:
                 to = out[low - start : high - start]
@@ -382,13 +382,13 @@ class LayerStore:
                 out[block] = config.read_values(out[block])
 
     def _reads(
-        self, held: Held, num_rows: int = 1
+        self, view: LayerView, num_rows: int = 1
     ) -> list[tuple[Slabs, LayerConfig, KeyMap, int, int, int]]:
         """Where tokens are read by so many queries: slabs, what they are, a row, tokens."""
-        n, dropped, config = held.num_tokens, held.num_dropped, self.config
-        parts: Parts | None = held.parts
+        n, dropped, config = view.num_tokens, view.num_dropped, self.config
+        parts: Parts | None = view.parts
         if parts is None:
-            return [(held.slabs, config, held.key_map, held.start, 0, n)] if n else []
+            return [(view.slabs, config, view.key_map, view.start, 0, n)] if n else []
         own, end, sinks, stop = config.part_config, dropped + n, 0, None
         if parts.first_at <= dropped:
             sinks = min(n, max(0, parts.first_at + len(parts.first.key_codes) - dropped))
@@ -396,10 +396,10 @@ class LayerStore:
             stop = runs_end(end, parts.last_at) - dropped
         tail = tail_of(config, n, sinks, parts.last_at - dropped, stop, num_rows)
         form = config.plain if parts.runs is None else config.run
-        body = held.slabs if parts.runs is None else parts.runs
+        body = view.slabs if parts.runs is None else parts.runs
         reads = (
             (parts.first, own, NO_MAP, dropped - parts.first_at, 0, sinks),
-            (body, form, held.key_map, held.start + sinks, sinks, tail),
+            (body, form, view.key_map, view.start + sinks, sinks, tail),
             (parts.last, own, NO_MAP, tail + dropped - parts.last_at, tail, n),
         )
         return [read for read in reads if read[4] < read[5]]
@@ -419,10 +419,10 @@ class LayerStore:
     ) -> Any:
         rows, single = checks.as_query(query, self.config, layout=layout)
         n_rows, num_heads, head_dim = rows.shape
-        held = self.held()  # taken once: another thread may be appending
-        length = held.num_tokens
+        view = self.view()  # taken once: another thread may be appending
+        length = view.num_tokens
         window = self.config.window if window is None else window
-        checks.check_reach(self.config, held, n_rows, window, sink_tokens)
+        checks.check_reach(self.config, view, n_rows, window, sink_tokens)
         resolved = AttendOptions.make(
             head_dim,
             n_rows,
@@ -433,10 +433,10 @@ class LayerStore:
             **options,
         )
         shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
-        reads = (arrays.memory_of(query, "query"), *memory_of(self, held), *resolved.arrays())
+        reads = (arrays.memory_of(query, "query"), *memory_of(self, view), *resolved.arrays())
         target = arrays.as_target(out, self.config.out_shape(shape), reads=reads, layout=layout)
         to = target.rows[np.newaxis] if single else target.rows
-        lse = attention.attend(self.stored(held, n_rows), rows, resolved, to)
+        lse = attention.attend(self.stored(view, n_rows), rows, resolved, to)
         if not resolved.return_lse:
             return target.finish()
         return target.finish(), (lse[0] if single else lse.T if layout == "hnd" else lse)
@@ -444,15 +444,15 @@ class LayerStore:
     def scores(self, query: Array, *, scale: float | None = None) -> Floats:
         rows, _ = checks.as_query(query, self.config, many=False)
         scale = default_scale(rows.shape[2]) if scale is None else checks.as_float(scale, "scale")
-        return attention.scores(self.stored(self.held()), rows, scale)
+        return attention.scores(self.stored(self.view()), rows, scale)
 
-    def stored(self, held: Held, num_rows: int = 1) -> attention.Stored:
+    def stored(self, view: LayerView, num_rows: int = 1) -> attention.Stored:
         parts = [
             attention.StoredPart(slabs, config, key_map, row + start - first, start, stop, turn)
-            for slabs, config, key_map, row, first, last in self._reads(held, num_rows)
-            for start, stop, turn in ranges_of(self.turns, held.num_dropped, first, last)
+            for slabs, config, key_map, row, first, last in self._reads(view, num_rows)
+            for start, stop, turn in ranges_of(self.turns, view.num_dropped, first, last)
         ]
-        return attention.Stored(parts, self.config, held.num_tokens)
+        return attention.Stored(parts, self.config, view.num_tokens)
 
 
 @registry.backend_class

@@ -22,7 +22,7 @@ class BlockStore(LayerStore, BlockStoreMethods):
         self.check(keys, values)
         self.write_rows(position, keys, values)
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         pass  # there are no threads
 
     def attend_blocks(self, block_size: int, rows: list[Rows], options: AttendOptions) -> None:

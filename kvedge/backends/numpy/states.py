@@ -25,11 +25,11 @@ _EPSILON = np.float32(1e-6)  # beside a sum of squares, as in transformers and F
 @contextmanager
 def _in_float32(state: np.ndarray) -> Iterator[np.ndarray]:
     """The state to work on, written back at the end where it is a copy."""
-    held = decode_bfloat16(state) if state.dtype == np.uint16 else state
+    state32 = decode_bfloat16(state) if state.dtype == np.uint16 else state
     with np.errstate(all="ignore"):
-        yield held
-        if held is not state:
-            state[...] = encode_bfloat16(held)
+        yield state32
+        if state32 is not state:
+            state[...] = encode_bfloat16(state32)
 
 
 def _check(**inputs: tuple[np.ndarray | None, tuple[int, ...]]) -> None:
@@ -113,21 +113,21 @@ def delta_extend(
     if gate.max() > 0:
         raise InvalidArgumentError("a gate is above 0")
     group = state.shape[1] // query.shape[2]
-    with _in_float32(state) as held:
+    with _in_float32(state) as state32:
         for t in range(tokens):
             q, k = query[:, t], key[:, t]
             if normalize:
                 q, k = _normalized(q), _normalized(k)
             q, k = np.repeat(q, group, axis=1), np.repeat(k, group, axis=1)
-            held *= np.exp(gate[:, t])[..., np.newaxis]
-            error = value[:, t] - _read(k, held)
-            held += k[..., np.newaxis] * (beta[:, t, :, np.newaxis] * error)[..., np.newaxis, :]
-            out[:, t] = np.float32(scale) * _read(q, held)
+            state32 *= np.exp(gate[:, t])[..., np.newaxis]
+            error = value[:, t] - _read(k, state32)
+            state32 += k[..., np.newaxis] * (beta[:, t, :, np.newaxis] * error)[..., np.newaxis, :]
+            out[:, t] = np.float32(scale) * _read(q, state32)
 
 
-def _read(row: np.ndarray, held: np.ndarray) -> np.ndarray:
+def _read(row: np.ndarray, state32: np.ndarray) -> np.ndarray:
     """Rows (batch, heads, key_dim) times states."""
-    return np.asarray((row[..., np.newaxis, :] @ held)[..., 0, :])
+    return np.asarray((row[..., np.newaxis, :] @ state32)[..., 0, :])
 
 
 def _normalized(rows: np.ndarray) -> np.ndarray:
@@ -177,12 +177,12 @@ def mamba_extend(
     if dt.min() < 0 or A.max() > 0:
         raise InvalidArgumentError("a dt is below 0, or an A above")
     group = state.shape[1] // B.shape[2]
-    with _in_float32(state) as held:
+    with _in_float32(state) as state32:
         for t in range(tokens):
             b, c = np.repeat(B[:, t], group, axis=1), np.repeat(C[:, t], group, axis=1)
-            held *= np.exp(dt[:, t] * A)[..., np.newaxis, np.newaxis]
-            held += (dt[:, t, :, np.newaxis] * x[:, t])[..., np.newaxis] * b[..., np.newaxis, :]
-            read = (held @ c[..., np.newaxis])[..., 0]
+            state32 *= np.exp(dt[:, t] * A)[..., np.newaxis, np.newaxis]
+            state32 += (dt[:, t, :, np.newaxis] * x[:, t])[..., np.newaxis] * b[..., np.newaxis, :]
+            read = (state32 @ c[..., np.newaxis])[..., 0]
             out[:, t] = read if D is None else read + D[:, np.newaxis] * x[:, t]
 
 
@@ -220,9 +220,9 @@ def conv_extend(
     )
     if not x.size:
         return
-    with _in_float32(state) as held:
-        past = held.shape[2]
-        inputs = np.concatenate([held.swapaxes(1, 2), x], axis=1)
+    with _in_float32(state) as state32:
+        past = state32.shape[2]
+        inputs = np.concatenate([state32.swapaxes(1, 2), x], axis=1)
         total = np.zeros(x.shape, np.float32)
         for j in range(width):
             first = past - width + 1 + j
@@ -230,4 +230,4 @@ def conv_extend(
         if bias is not None:
             total += bias
         out[...] = total / (1 + np.exp(-total)) if silu else total
-        held[...] = inputs[:, tokens:].swapaxes(1, 2)
+        state32[...] = inputs[:, tokens:].swapaxes(1, 2)
