@@ -101,7 +101,7 @@ def stored_as(kind, array):
         halves = (array.view(np.uint32) >> 16).astype(np.uint16)
         return halves, (halves.astype(np.uint32) << 16).view(np.float32)
     of = quants.GGMLQuantizationType(QUANTIZED[kind])
-    if kind == "iq4_nl":  # gguf has no function to encode it: q4_0's bytes, whose scales have both signs
+    if kind == "iq4_nl":  # gguf cannot encode it: q4_0's bytes, whose scales have both signs
         blocks = quants.quantize(array / 16, quants.GGMLQuantizationType.Q4_0)
     else:
         blocks = quants.quantize(array, of)
