@@ -72,8 +72,8 @@ class Report:
             return f"kvedge leaves attention to ggml: {self.reason}"
         told = (
             f"kvedge attends in {self.version}, in contexts made from now on: caches of float16, "
-            "bfloat16 and q8_0 where they lie, of float32 as llama.cpp converts them to float16, "
-            "other types decoded"
+            "bfloat16, q8_0 to q4_0 and iq4_nl where they lie, of float32 as llama.cpp converts "
+            "them to float16"
         )
         if not self.taken and not self.left:
             return told

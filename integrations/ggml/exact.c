@@ -38,16 +38,15 @@ int exact_recent(void) {
   return atomic_load(&num_recent);
 }
 
-typedef enum { ROWS_READ, ROWS_CHANGED, ROWS_HELD, BYTES_HELD, NODES_WITHOUT, NUM_COUNTS } exact_count;
-static atomic_long exact_counts[NUM_COUNTS];
+static atomic_long exact_counts[NUM_EXACT_COUNTS];
 
 static void count_exact(exact_count which, long num) {
   atomic_fetch_add_explicit(&exact_counts[which], num, memory_order_relaxed);
 }
 
 long kvedge_ggml_exact(int index, const char **name) {
-  static const char *const names[NUM_COUNTS] = {"read", "changed", "held", "bytes", "without"};
-  if (index < 0 || index >= NUM_COUNTS) return -1;
+  static const char *const names[NUM_EXACT_COUNTS] = {"read", "changed", "held", "bytes", "without"};
+  if (index < 0 || index >= NUM_EXACT_COUNTS) return -1;
   *name = names[index];
   return atomic_load_explicit(&exact_counts[index], memory_order_relaxed);
 }

@@ -430,11 +430,10 @@ static void print_counts(void) {
   fprintf(stderr, "kvedge (%s): %ld attention nodes", kvedge_isa_name(), counted(TAKEN));
   for (int i = TAKEN + 1; i < NUM_REASONS; i++)
     if (counted((reason)i)) fprintf(stderr, "; left to ggml: %ld (%s)", counted((reason)i), name_of_reason((reason)i));
-  const char *name = NULL, *before = "; exact rows: ";
-  for (int i = 0; i < 2 && kvedge_ggml_exact(0, &name) > 0; i++, before = ", ") { /* read, changed */
-    const long num = kvedge_ggml_exact(i, &name);
-    fprintf(stderr, "%s%ld %s", before, num, name);
-  }
+  const char *name;
+  const long read = kvedge_ggml_exact(ROWS_READ, &name), without = kvedge_ggml_exact(NODES_WITHOUT, &name);
+  if (read) fprintf(stderr, "; exact rows: %ld read, %ld changed", read, kvedge_ggml_exact(ROWS_CHANGED, &name));
+  if (without) fprintf(stderr, "; %ld nodes of quantized caches without exact rows", without);
   fprintf(stderr, "\n");
 }
 

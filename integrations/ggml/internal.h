@@ -236,6 +236,9 @@ static inline void set_num_threads(const host *h, backend *b, int num_threads) {
 
 /* ---- exact.c ---- */
 
+/* What kvedge_ggml_exact counts. */
+typedef enum { ROWS_READ, ROWS_CHANGED, ROWS_HELD, BYTES_HELD, NODES_WITHOUT, NUM_EXACT_COUNTS } exact_count;
+
 /* How many of a sequence's last tokens are kept; 0: none are, and nodes that write rows stay ggml's. */
 int exact_recent(void);
 /* Does a node write float32 rows into a quantized cache, as run_write does? */

@@ -25,7 +25,7 @@ long kvedge_ggml_count(int index, const char **name);
 int kvedge_ggml_keep_exact(int recent, int first);
 
 /* What came of it, by index: rows read so far (of all nodes), rows that no longer matched their cells, rows held now, bytes held
- * now; -1: there is no such index. */
+ * now, attention nodes of quantized caches without exact rows; -1: there is no such index. */
 long kvedge_ggml_exact(int index, const char **name);
 
 /* In the place of ggml's function of this name where the library is preloaded. */

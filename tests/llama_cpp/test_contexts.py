@@ -282,6 +282,32 @@ def test_exec_lets_an_unchanged_program_attend_with_kvedge(model_path):
     assert " attention nodes" in done.stderr
 
 
+OF_EXACT_ROWS = """
+import sys
+sys.path.insert(0, {tests!r})
+import numpy as np
+from helpers.ggml_nodes import Cache
+cache = Cache(("q8_0", "q4_0"), 64)
+rows, q = np.ones((2, 4, 2, 64)), np.ones((2, 4, 64), np.float32)
+for by_copy in {writes}:
+    cache.step(*rows, range(4), q, np.zeros((64, 64), np.float16), by_copy=by_copy)
+"""
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(
+    ("writes", "exact"),
+    [
+        ([False], "; exact rows: 4 read, 0 changed\n"),
+        ([True, True], "; 2 nodes of quantized caches without exact rows\n"),
+    ],
+)
+def test_the_line_of_counts_tells_exact_rows_and_nodes_without(writes, exact):
+    program = OF_EXACT_ROWS.format(tests=str(ROOT / "tests"), writes=writes)
+    done = execute(sys.executable, "-c", program)
+    assert done.returncode == 0 and done.stderr.endswith(exact), done.stderr
+
+
 BY_CTYPES = """
 import ctypes
 import os
