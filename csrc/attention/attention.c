@@ -64,7 +64,7 @@ static int may_have_lost(const kvedge_attention *a, const kvedge_queries *q, siz
 }
 
 /* Plans the call for one row of one query head: its KV head is the only one of the view. */
-static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_attention *one) {
+static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_attention *single) {
   kvedge_attention_options options = a->options;
   const int64_t at = row * a->num_heads + head;
   kvedge_request r = {.view = a->view,
@@ -80,42 +80,42 @@ static void plan_one(const kvedge_attention *a, int64_t row, int head, kvedge_at
   kvedge_move_kv_heads(&r.view, head / a->heads_per_kv_head);
   kvedge_move_heads(&options, head);
   kvedge_move_masks(&options, 0, row, 0);
-  kvedge_attention_plan(one, &r, 0, 1);
-  one->is_refit = one->query_stays = 1;
+  kvedge_attention_plan(single, &r, 0, 1);
+  single->is_refit = single->query_stays = 1;
 }
 
 /* The largest that the row of a planned call of one row sees. */
-static float largest_seen(const kvedge_attention *one, int s) {
+static float largest_seen(const kvedge_attention *single, int s) {
   const kvedge_row_block block = {.count = 1};
-  const kvedge_attended attended = kvedge_attended_tokens(one, &block);
+  const kvedge_attended attended = kvedge_attended_tokens(single, &block);
   float largest = 0.0f, of_token[KVEDGE_TILE];
-  kvedge_row_cursor c = {.view = &one->view};
+  kvedge_row_cursor c = {.view = &single->view};
   for (int64_t token = 0, count; token < attended.stop; token += count) {
     count = attended.stop - token < KVEDGE_TILE ? attended.stop - token : KVEDGE_TILE;
-    const mask_range seen = kvedge_mask_range(one, 0, token, (int)count);
+    const mask_range seen = kvedge_mask_range(single, 0, token, (int)count);
     for (int t = 0; t < count; t++) {
       const int is_seen = t < seen.sinks || (t >= seen.first && t < seen.stop);
       of_token[t] = is_seen ? kvedge_bound_of_rows(&c, s, token + t, 0, 1) : 0.0f;
     }
-    kvedge_clear_hidden(one, 0, 0, token, (int)count, of_token);
+    kvedge_clear_hidden(single, 0, 0, token, (int)count, of_token);
     for (int t = 0; t < count; t++) largest = fmaxf(largest, of_token[t]);
   }
   return largest;
 }
 
 static void refit(const kvedge_attention *a, int64_t row, int head, char *room, kvedge_workspace *w) {
-  kvedge_attention *one = (kvedge_attention *)room;
-  plan_one(a, row, head, one);
+  kvedge_attention *single = (kvedge_attention *)room;
+  plan_one(a, row, head, single);
   for (int s = 0; s < SIDES; s++)
-    one->factor[s] = kvedge_normalizing_factor(one->view.side[s].bound = largest_seen(one, s));
-  const int same = one->factor[KEYS] == a->factor[KEYS] && one->factor[VALUES] == a->factor[VALUES];
+    single->factor[s] = kvedge_normalizing_factor(single->view.side[s].bound = largest_seen(single, s));
+  const int same = single->factor[KEYS] == a->factor[KEYS] && single->factor[VALUES] == a->factor[VALUES];
   if (same && !a->view.bounds_unknown) return;
-  one->view.bounds_unknown = 0; /* what is too large for the factors now is hidden */
-  kvedge_attention_lay_out(one, room, 1);
-  kvedge_prepare_queries(one);
-  for (int slice = 0; slice < one->chunks_per_block; slice++) {
-    kvedge_slice_run(one, slice, (kvedge_slice){.attention = NULL}, 0, w, NULL);
-    kvedge_merge_slice(one, slice, 0);
+  single->view.bounds_unknown = 0; /* what is too large for the factors now is hidden */
+  kvedge_attention_lay_out(single, room, 1);
+  kvedge_prepare_queries(single);
+  for (int slice = 0; slice < single->chunks_per_block; slice++) {
+    kvedge_slice_run(single, slice, (kvedge_slice){.attention = NULL}, 0, w, NULL);
+    kvedge_merge_slice(single, slice, 0);
   }
 }
 

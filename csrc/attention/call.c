@@ -132,7 +132,7 @@ static kvedge_status run_together(kvedge_attention *planned, int num_planned, in
 }
 
 kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_threads) {
-  kvedge_attention one, *planned = &one;
+  kvedge_attention own, *planned = &own;
   const int room = num_requests < MAX_ROWS ? num_requests : MAX_ROWS;
   if (room > 1 && !(planned = malloc((size_t)room * sizeof *planned))) return KVEDGE_ERROR_MEMORY;
   kvedge_status status = KVEDGE_OK;
@@ -149,7 +149,7 @@ kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_reques
       num_rows += count;
     }
   if (status == KVEDGE_OK && num_planned > 0) status = run_together(planned, num_planned, num_threads);
-  if (planned != &one) free(planned);
+  if (planned != &own) free(planned);
   return status;
 }
 

@@ -151,12 +151,12 @@ static size_t query_floats(const kvedge_attention *a) {
 
 /* Bytes for one row of one head that is attended to again (attention.c). */
 static size_t refit_bytes(const kvedge_attention *a) {
-  kvedge_attention one = *a; /* as attention.c makes it, as far as sizes depend on it */
-  one.view.num_kv_heads = one.num_heads = one.query_rows = 1;
-  one.num_row_blocks = one.is_refit = one.query_stays = 1;
-  one.has_workspace = 0; /* that of the slice is free by then */
-  one.partial_floats = kvedge_partial_floats(&one);
-  return kvedge_attention_lay_out(&one, NULL, 1);
+  kvedge_attention single = *a; /* as attention.c makes it, as far as sizes depend on it */
+  single.view.num_kv_heads = single.num_heads = single.query_rows = 1;
+  single.num_row_blocks = single.is_refit = single.query_stays = 1;
+  single.has_workspace = 0; /* that of the slice is free by then */
+  single.partial_floats = kvedge_partial_floats(&single);
+  return kvedge_attention_lay_out(&single, NULL, 1);
 }
 
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) {

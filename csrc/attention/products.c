@@ -299,8 +299,8 @@ static void take_factor(const kvedge_attention *a, const head_tile *h, float *p)
 
 void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *probabilities, const float *rescale,
                          workspace *w, kvedge_partial *partial) {
-  static const float one[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                               1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  static const float ones[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                                1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const kvedge_row_shape *shape = &a->view.side[VALUES].shape;
   const int takes_factor = (shape->num_groups == 0 || a->decodes[VALUES]) && a->factor[VALUES] > 1.0f;
   kvedge_probabilities p = probabilities_of(a, h, h->count, probabilities, w);
@@ -309,7 +309,7 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
   if (takes_factor) take_factor(a, h, probabilities);
   if (a->decodes[VALUES]) {
     decoded_block *room = kvedge_take_scratch(&p.scratch, sizeof *room);
-    for (int b = 0; b < h->tile->num_blocks[VALUES]; b++, p.p += KVEDGE_BLOCK, to.rescale = one) {
+    for (int b = 0; b < h->tile->num_blocks[VALUES]; b++, p.p += KVEDGE_BLOCK, to.rescale = ones) {
       kvedge_tile values = decode_block(a, h, VALUES, b, room);
       if (takes_factor) values.factor = 1.0f;
       a->cells[VALUES]->weighted_sum(&p, &values, &to);

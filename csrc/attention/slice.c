@@ -92,14 +92,14 @@ static tile_cursor start_of_chunk(const kvedge_attention *a, const kvedge_row_bl
 }
 
 /* Do rows lie alike in two views? Else one's kernels cannot prefetch the other's. */
-static int lie_alike(const kvedge_cache_view *one, const kvedge_cache_view *other) {
+static int lie_alike(const kvedge_cache_view *first, const kvedge_cache_view *other) {
   for (int s = 0; s < SIDES; s++) {
-    const kvedge_view_side *a = &one->side[s], *b = &other->side[s];
+    const kvedge_view_side *a = &first->side[s], *b = &other->side[s];
     if (a->format != b->format || a->row_stride != b->row_stride || a->head_stride != b->head_stride ||
         a->scale_token_stride != b->scale_token_stride || a->shape.group_size != b->shape.group_size)
       return 0;
   }
-  return one->num_kv_heads == other->num_kv_heads;
+  return first->num_kv_heads == other->num_kv_heads;
 }
 
 static token_tile first_tile(const kvedge_cache_view *view, kvedge_slice of) {

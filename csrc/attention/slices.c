@@ -160,7 +160,7 @@ static size_t joined_bytes(const kvedge_request *request, int num_calls) {
 
 size_t kvedge_slices_bytes(const kvedge_attention_call *calls, int num_calls, int num_threads) {
   kvedge_slices of;
-  kvedge_segment one;
+  kvedge_segment segment;
   if (kvedge_isa_ready() != KVEDGE_OK) return 0; /* rows in memory of others may be the first that a process has */
   size_t bytes = lay_out(calls, num_calls, num_threads, NULL, &of).bytes;
   for (int i = 0; bytes && i < num_calls;) {
@@ -172,7 +172,7 @@ size_t kvedge_slices_bytes(const kvedge_attention_call *calls, int num_calls, in
       kvedge_attention_options options;
       kvedge_attention planned;
       int num_slots;
-      if (request_of(&calls[i], first, &group, 1, calls[i].rows ? NULL : &one, &whole) != KVEDGE_OK) return 0;
+      if (request_of(&calls[i], first, &group, 1, calls[i].rows ? NULL : &segment, &whole) != KVEDGE_OK) return 0;
       r = heads_of(&whole, 0, whole.view.num_kv_heads / group.num_requests, &options);
       bytes += (size_t)group.num_requests * plan_request(&r, num_threads, &planned, &num_slots);
     }

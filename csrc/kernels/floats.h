@@ -140,12 +140,12 @@ KVEDGE_INLINE void score_for(const kvedge_query *q, int first, const int count, 
       store_sums(dot, count, rows, scores + t);
       continue;
     }
-    float made[SUMS]; /* (count, rows) */
-    store_floats(made, dot);
+    float products[SUMS]; /* (count, rows) */
+    store_floats(products, dot);
     for (int i = 0; i < count; i++)
       for (int j = 0; j < rows && j < left; j++) {
         float *out = scores + i * KVEDGE_TILE + t + j;
-        *out = (accumulate ? *out : 0.0f) + made[i * rows + j];
+        *out = (accumulate ? *out : 0.0f) + products[i * rows + j];
       }
   }
 }
@@ -445,8 +445,9 @@ KVEDGE_INLINE void sum_channels(const float_rows *v, const kvedge_format format,
 #pragma GCC unroll 8
     for (int k = 0; k < vectors; k++) {
       float *to = acc + k * FLOATS;
-      const floats made = sum[i * vectors + k],
-                   added = format == KVEDGE_FP8_E4M3 ? multiply_floats(made, all_floats(fp8_unit(format))) : made;
+      const floats products = sum[i * vectors + k],
+                   added =
+                       format == KVEDGE_FP8_E4M3 ? multiply_floats(products, all_floats(fp8_unit(format))) : products;
       if (n >= FLOATS) store_floats(to, multiply_add_floats(load_floats(to), kept, added));
       else store_first_floats(to, n, multiply_add_floats(load_first_floats(to, n), kept, added));
     }

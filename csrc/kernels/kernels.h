@@ -92,11 +92,11 @@ typedef struct {
 
 /* One group of several. */
 static inline kvedge_query kvedge_query_group(const kvedge_query *q, int g) {
-  kvedge_query one = *q;
-  one.dim = KVEDGE_GROUP, one.scale += g;
-  if (q->values) one.values += g * q->group_stride;
-  if (q->quantized) one.quantized += g * q->group_stride * KVEDGE_QUANTIZED_BYTES, one.offsets += 4 * g;
-  return one;
+  kvedge_query of_group = *q;
+  of_group.dim = KVEDGE_GROUP, of_group.scale += g;
+  if (q->values) of_group.values += g * q->group_stride;
+  if (q->quantized) of_group.quantized += g * q->group_stride * KVEDGE_QUANTIZED_BYTES, of_group.offsets += 4 * g;
+  return of_group;
 }
 
 /* How rows in blocks of ggml's hold elements, KVEDGE_GROUP a block: a scale, which is a half and may be negative, and codes of
@@ -137,10 +137,10 @@ typedef struct {
 } kvedge_tile;
 
 static inline kvedge_tile kvedge_tile_group(const kvedge_tile *tile, int g) {
-  kvedge_tile one = *tile;
-  one.dim = KVEDGE_GROUP, one.offset += g * tile->group_stride, one.scales += g * tile->scale_stride;
-  one.next.offset += KVEDGE_BLOCK * g * tile->group_stride;
-  return one;
+  kvedge_tile of_group = *tile;
+  of_group.dim = KVEDGE_GROUP, of_group.offset += g * tile->group_stride, of_group.scales += g * tile->scale_stride;
+  of_group.next.offset += KVEDGE_BLOCK * g * tile->group_stride;
+  return of_group;
 }
 
 static inline const char *kvedge_tile_block(const kvedge_tile *tile, int token) {

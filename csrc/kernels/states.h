@@ -34,8 +34,8 @@ static void decays_portable(const float *restrict x, int n, float *restrict out)
 /* x / (1 + exp(-x)), by exp(-|x|), which cannot overflow. */
 static inline float silu_of(float x) {
   const float power = exp_of_negative(x);
-  const uint32_t one = kvedge_bits_of_float(1.0f), negative = 0u - (kvedge_bits_of_float(x) >> 31);
-  const uint32_t above = one ^ ((one ^ kvedge_bits_of_float(power)) & negative); /* power where x is negative */
+  const uint32_t unity = kvedge_bits_of_float(1.0f), negative = 0u - (kvedge_bits_of_float(x) >> 31);
+  const uint32_t above = unity ^ ((unity ^ kvedge_bits_of_float(power)) & negative); /* power where x is negative */
   return x * kvedge_float_of_bits(above) / (1.0f + power);
 }
 

@@ -31,8 +31,8 @@ typedef struct {
 KVEDGE_INLINE kvedge_next_block kvedge_next_out_of_order(const kvedge_next_tile *next, int block) {
   const unsigned blocks = (unsigned)next->again / (unsigned)(KVEDGE_BLOCK * next->row_bytes);
   const int later = next->again == 0 ? 0 : blocks == 0 ? 1 : (int)blocks;
-  const char *now = next->rows->blocks[block], *before = next->rows->blocks[block < later ? block : block - later];
-  return (kvedge_next_block){(uintptr_t)(now + next->rows->offset), (uintptr_t)(before + next->rows->offset)};
+  const char *current = next->rows->blocks[block], *before = next->rows->blocks[block < later ? block : block - later];
+  return (kvedge_next_block){(uintptr_t)(current + next->rows->offset), (uintptr_t)(before + next->rows->offset)};
 }
 
 KVEDGE_INLINE kvedge_next_block kvedge_next_block_of(const kvedge_next_tile *next, int block) {

@@ -96,13 +96,13 @@ static int vector_is_valid(const kvedge_tensor *vector, int is_scale) {
  * up to a quarter. */
 static int keys_are_valid(const file_rows *rows, int num_kv_heads, const char *offset, const char *scale) {
   const size_t dim = (size_t)rows->shape.dim;
-  room one;
+  room row_room;
   float x[KVEDGE_MAX_HEAD_DIM];
   for (int64_t row = 0; row < rows->num_rows; row++) {
-    copy_rows(rows, row, 1, &one);
-    rows->format->decode(&rows->shape, one.codes, one.scales, 1, x);
+    copy_rows(rows, row, 1, &row_room);
+    rows->format->decode(&rows->shape, row_room.codes, row_room.scales, 1, x);
     double limit = scale ? 1.25 * FLT_MAX : FLT_MAX;
-    if (rows->format->has_scales) limit += rows->format->bound(&rows->shape, one.codes, one.scales, 1);
+    if (rows->format->has_scales) limit += rows->format->bound(&rows->shape, row_room.codes, row_room.scales, 1);
     const size_t head = (size_t)(row % num_kv_heads) * dim;
     for (size_t d = 0; d < dim; d++) {
       double key = x[d];

@@ -88,7 +88,7 @@ static void run_block(const void *context, int task, kvedge_state_memory *memory
   const kvedge_element_type type = call->state_type;
   const kvedge_array to = from_channel(&call->out, first);
   const ptrdiff_t state = (ptrdiff_t)first * kept; /* where it begins, in elements */
-  kvedge_state_row *weights = memory->weights, *rooms = memory->rows, *made = memory->values;
+  kvedge_state_row *weights = memory->weights, *rooms = memory->rows, *results = memory->values;
   const float *rows[MOST_WIDTH - 1 + TOKENS];
   float *out[TOKENS];
   if (call->num_tokens == 1 && kept <= MOST_WIDTH) {
@@ -106,12 +106,12 @@ static void run_block(const void *context, int task, kvedge_state_memory *memory
     const int count = call->num_tokens - t < TOKENS ? (int)(call->num_tokens - t) : TOKENS;
     for (int i = 0; i < count; i++) {
       rows[width - 1 + i] = row_of(&call->x, t + i, first, n, rooms[width - 1 + i]);
-      out[i] = to.type == KVEDGE_TYPE_FLOAT32 ? (float *)kvedge_array_at(&to, t + i, 0) : made[i];
+      out[i] = to.type == KVEDGE_TYPE_FLOAT32 ? (float *)kvedge_array_at(&to, t + i, 0) : results[i];
     }
     work->kernels->states->convolve(rows, weights[0], shape->bias ? shape->bias + first : NULL, width, count, n,
                                     shape->silu, out);
     for (int i = 0; i < count; i++)
-      if (out[i] == made[i]) kvedge_state_put_row(out[i], n, &to, t + i, 0);
+      if (out[i] == results[i]) kvedge_state_put_row(out[i], n, &to, t + i, 0);
     for (int w = 0; w < width - 1; w++) {
       if (call->x.type != KVEDGE_TYPE_FLOAT32) memcpy(rooms[w], rows[count + w], (size_t)n * sizeof *rows[0]);
       rows[w] = call->x.type == KVEDGE_TYPE_FLOAT32 ? rows[count + w] : rooms[w];

@@ -88,15 +88,15 @@ static void decay_rows(const delta_head *h, int64_t first, int n, float *keep) {
 static void decay_channels(const delta_head *h, int64_t first, int n) {
   const int dim = h->work->shape->key_dim;
   kvedge_state_memory *m = h->memory;
-  float gate[DIM], since[DIM] = {0}, one[DIM];
+  float gate[DIM], since[DIM] = {0}, decays_of_token[DIM];
   for (int i = 0; i < n; i++) {
     const float *gates = kvedge_array_row(&h->call->gate, first + i, h->head, dim, gate);
     float products[2][KVEDGE_TILE];
     for (int d = 0; d < dim; d++) since[d] += kvedge_log_decay(gates[d]);
-    h->work->kernels->states->decays(gates, dim, one);
+    h->work->kernels->states->decays(gates, dim, decays_of_token);
     h->work->kernels->states->decays(since, dim, m->decay);
     for (int j = 0; j < i; j++)
-      for (int d = 0; d < dim; d++) m->more[j][d] *= one[d];
+      for (int d = 0; d < dim; d++) m->more[j][d] *= decays_of_token[d];
     kvedge_state_multiply(h->work->kernels, m->scratch, m->rows[i], n * KVEDGE_TILE, 2, m->more[0], KVEDGE_TILE, i + 1,
                           dim, products);
     for (int j = 0; j <= i; j++) m->weights[i][j] = products[0][j], m->weights[n + i][j] = products[1][j];

@@ -32,16 +32,16 @@ static void run_chunk(const mamba_head *h, int64_t first, int n) {
   kvedge_state_memory *m = h->memory;
   float keep[CHUNK], decay[CHUNK], dt[CHUNK], decays[CHUNK][CHUNK];
   /* Logarithms of the decay of a token, and from the state on. (Zeros, since GCC at -O3 sees no n of at least 1.) */
-  float one[CHUNK] = {0}, since[CHUNK] = {0}, sum = 0.0f;
+  float log_decays[CHUNK] = {0}, since[CHUNK] = {0}, sum = 0.0f;
   for (int i = 0; i < n; i++) {
     dt[i] = kvedge_state_number(&call->dt, first + i, h->head);
-    one[i] = kvedge_log_decay(dt[i] * shape->a[h->head]);
-    since[i] = sum += one[i];
+    log_decays[i] = kvedge_log_decay(dt[i] * shape->a[h->head]);
+    since[i] = sum += log_decays[i];
     kvedge_state_take_row(&call->c, first + i, h->group, size, m->rows[i]);
     kvedge_state_take_row(&call->b, first + i, h->group, size, m->more[i]);
     kvedge_state_take_row(&call->x, first + i, h->head, dim, m->values[i]);
   }
-  kernels->states->decays(one, n, decay);
+  kernels->states->decays(log_decays, n, decay);
   kernels->states->decays(since, n, keep);
   kvedge_state_decays(decay, n, decays);
   /* sums[i] = decay of S C_i, + the sum over j <= i of (C_i B_j) decay from j to i, times dt_j x_j */

@@ -164,14 +164,14 @@ static kvedge_status rotate_keys(const kvedge_side *keys, int64_t first, int64_t
   const kvedge_array array = kvedge_dense_array(key, 1, keys->shape.dim);
   for (int64_t row = first; row < stop; row++)
     for (int head = 0; head < keys->num_kv_heads; head++) {
-      const kvedge_side one = kvedge_side_of_head(keys, row, head);
-      kvedge_rows_load(&one, 0, 1, key);
+      const kvedge_side of_head = kvedge_side_of_head(keys, row, head);
+      kvedge_rows_load(&of_head, 0, 1, key);
       kvedge_rotate(by, key);
       if (store) {
-        kvedge_rows_store(&one, &array, 1, 0);
+        kvedge_rows_store(&of_head, &array, 1, 0);
         continue;
       }
-      const kvedge_status status = kvedge_rows_check(&one, &array, 1, &bound);
+      const kvedge_status status = kvedge_rows_check(&of_head, &array, 1, &bound);
       if (status != KVEDGE_OK) return status;
       *largest = bound > *largest ? bound : *largest;
     }

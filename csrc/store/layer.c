@@ -26,15 +26,15 @@ static int complete_ranges(kvedge_layer_config *config) {
 }
 
 /* Fills in what the config leaves open; 0 if it is not valid. */
-static int complete_config(const kvedge_layer_config *given, kvedge_layer_config *config) {
-  if (!given || given->capacity < 1 || given->capacity > MAX_CAPACITY) return 0;
-  if (given->num_kv_heads < 1 || given->num_kv_heads > MAX_KV_HEADS) return 0;
-  if (given->head_dim < 1 || given->head_dim > KVEDGE_MAX_HEAD_DIM || given->group_size < 0) return 0;
-  if (given->value_head_dim < 0 || given->value_head_dim > KVEDGE_MAX_HEAD_DIM) return 0;
-  if (!kvedge_side_format(given, 0) || !kvedge_side_format(given, 1)) return 0;
-  if (given->scale_type != KVEDGE_SCALE_FLOAT32 && given->scale_type != KVEDGE_SCALE_FLOAT16) return 0;
-  if (given->value_rotation != 0 && given->value_rotation != 1) return 0;
-  *config = *given;
+static int complete_config(const kvedge_layer_config *wanted, kvedge_layer_config *config) {
+  if (!wanted || wanted->capacity < 1 || wanted->capacity > MAX_CAPACITY) return 0;
+  if (wanted->num_kv_heads < 1 || wanted->num_kv_heads > MAX_KV_HEADS) return 0;
+  if (wanted->head_dim < 1 || wanted->head_dim > KVEDGE_MAX_HEAD_DIM || wanted->group_size < 0) return 0;
+  if (wanted->value_head_dim < 0 || wanted->value_head_dim > KVEDGE_MAX_HEAD_DIM) return 0;
+  if (!kvedge_side_format(wanted, 0) || !kvedge_side_format(wanted, 1)) return 0;
+  if (wanted->scale_type != KVEDGE_SCALE_FLOAT32 && wanted->scale_type != KVEDGE_SCALE_FLOAT16) return 0;
+  if (wanted->value_rotation != 0 && wanted->value_rotation != 1) return 0;
+  *config = *wanted;
   if (config->value_head_dim == 0) config->value_head_dim = config->head_dim;
   if (config->value_format == 0) config->value_format = KVEDGE_VALUES(config->format);
   const int widest = config->head_dim > config->value_head_dim ? config->head_dim : config->value_head_dim;
@@ -123,21 +123,21 @@ static size_t lay_out(const kvedge_layer_config *config, char *base, kvedge_slab
   return used;
 }
 
-int64_t kvedge_layer_last_rows(const kvedge_layer_config *given) {
+int64_t kvedge_layer_last_rows(const kvedge_layer_config *wanted) {
   kvedge_layer_config config;
-  if (!complete_config(given, &config)) return -1;
+  if (!complete_config(wanted, &config)) return -1;
   return has_ranges(&config) ? kvedge_last_rows(&config) : 0;
 }
 
-size_t kvedge_layer_header_bytes(const kvedge_layer_config *given) {
+size_t kvedge_layer_header_bytes(const kvedge_layer_config *wanted) {
   kvedge_layer_config config;
-  return complete_config(given, &config) ? header_bytes(&config) : 0;
+  return complete_config(wanted, &config) ? header_bytes(&config) : 0;
 }
 
-size_t kvedge_layer_bytes(const kvedge_layer_config *given) {
+size_t kvedge_layer_bytes(const kvedge_layer_config *wanted) {
   kvedge_layer_config config;
   kvedge_slabs unused;
-  const size_t slabs = complete_config(given, &config) ? lay_out(&config, NULL, &unused) : 0;
+  const size_t slabs = complete_config(wanted, &config) ? lay_out(&config, NULL, &unused) : 0;
   return slabs ? header_bytes(&config) + slabs : 0;
 }
 
@@ -183,11 +183,11 @@ static void open_ranges(kvedge_layer *layer, const kvedge_slabs *slabs) {
   atomic_init(&layer->last_row, 0);
 }
 
-kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *given, const kvedge_slabs *slabs,
-                                kvedge_layer **out) {
+kvedge_status kvedge_layer_init(void *memory, size_t bytes, const kvedge_layer_config *wanted,
+                                const kvedge_slabs *slabs, kvedge_layer **out) {
   kvedge_layer_config config;
   kvedge_slabs own;
-  if (!memory || !out || !complete_config(given, &config)) return KVEDGE_ERROR_ARGUMENT;
+  if (!memory || !out || !complete_config(wanted, &config)) return KVEDGE_ERROR_ARGUMENT;
   size_t needed = header_bytes(&config);
   if (!slabs) {
     const size_t own_bytes = lay_out(&config, (char *)memory + needed, &own);

@@ -63,8 +63,8 @@ static int64_t stop_of_runs(int64_t stop, int64_t last_from) {
 /* In a process that was forked while others read, they read no more. */
 static void forget_parents_readers(kvedge_layer *layer) {
   uint32_t own = atomic_load(&layer->process);
-  const uint32_t now = kvedge_process();
-  if (own != now && atomic_compare_exchange_strong(&layer->process, &own, now)) {
+  const uint32_t process = kvedge_process();
+  if (own != process && atomic_compare_exchange_strong(&layer->process, &own, process)) {
     atomic_store(&layer->num_readers, 0);
     atomic_store(&layer->is_draining, 0);
     if (atomic_load(&layer->version) % 2) atomic_fetch_add(&layer->version, 1); /* its writer was at it */
@@ -159,10 +159,10 @@ static int is_mapped(const kvedge_side *side) { return side->offset || side->sca
 
 /* A magnitude as last tokens have it. */
 static float rounded(const kvedge_side *last, float x) {
-  const kvedge_row_shape one = {.dim = 1};
+  const kvedge_row_shape single = {.dim = 1};
   uint32_t code = 0;
-  last->format->encode(&one, &x, 1, &code, NULL);
-  last->format->decode(&one, &code, NULL, 1, &x);
+  last->format->encode(&single, &x, 1, &code, NULL);
+  last->format->decode(&single, &code, NULL, 1, &x);
   return x;
 }
 
@@ -175,13 +175,13 @@ static kvedge_status check_rounded(const kvedge_side *side, const kvedge_side *l
   const kvedge_array array = kvedge_dense_array(row, 1, dim);
   for (int64_t token = 0; token < num_tokens; token++)
     for (int head = 0; head < side->num_kv_heads; head++) {
-      kvedge_side one = *side;
-      one.num_kv_heads = 1;
-      if (one.offset) one.offset += (ptrdiff_t)head * dim;
-      if (one.scale) one.scale += (ptrdiff_t)head * dim;
+      kvedge_side single = *side;
+      single.num_kv_heads = 1;
+      if (single.offset) single.offset += (ptrdiff_t)head * dim;
+      if (single.scale) single.scale += (ptrdiff_t)head * dim;
       last->format->encode(&shape, kvedge_array_row(rows, token, head, dim, row), 1, codes, NULL);
       last->format->decode(&shape, codes, NULL, 1, row);
-      const kvedge_status status = kvedge_rows_check(&one, &array, 1, &bound);
+      const kvedge_status status = kvedge_rows_check(&single, &array, 1, &bound);
       if (status != KVEDGE_OK) return status;
     }
   return KVEDGE_OK;
@@ -226,24 +226,24 @@ static void drain(kvedge_layer *layer) {
   kvedge_quiesce();
 }
 
-static void publish(kvedge_layer *layer, const kvedge_ranges *now, int64_t last_written) {
+static void publish(kvedge_layer *layer, const kvedge_ranges *ranges, int64_t last_written) {
   const uint32_t version = atomic_load_explicit(&layer->version, memory_order_relaxed);
   atomic_store_explicit(&layer->version, version + 1, memory_order_relaxed);
-  atomic_store_explicit(&layer->start, now->start, memory_order_release);
-  atomic_store_explicit(&layer->last_from, now->last_from, memory_order_release);
-  atomic_store_explicit(&layer->last_row, now->last_row, memory_order_release);
-  atomic_store_explicit(&layer->first_row, now->first_row, memory_order_release);
-  atomic_store_explicit(&layer->num_first, now->num_first, memory_order_release);
+  atomic_store_explicit(&layer->start, ranges->start, memory_order_release);
+  atomic_store_explicit(&layer->last_from, ranges->last_from, memory_order_release);
+  atomic_store_explicit(&layer->last_row, ranges->last_row, memory_order_release);
+  atomic_store_explicit(&layer->first_row, ranges->first_row, memory_order_release);
+  atomic_store_explicit(&layer->num_first, ranges->num_first, memory_order_release);
   atomic_store_explicit(&layer->last_written, last_written, memory_order_release);
-  atomic_store_explicit(&layer->stop, now->stop, memory_order_release);
+  atomic_store_explicit(&layer->stop, ranges->stop, memory_order_release);
   atomic_store_explicit(&layer->version, version + 2, memory_order_release);
 }
 
 /* Lets row `row` be the first of the last tokens, of which those from row `from` to `stop` are moved along. */
-static void move_last(kvedge_layer *layer, kvedge_ranges *now, int64_t row, int64_t from, int64_t stop) {
+static void move_last(kvedge_layer *layer, kvedge_ranges *ranges, int64_t row, int64_t from, int64_t stop) {
   drain(layer);
-  if (from < stop) kvedge_copy_tokens(layer->last, from - now->last_row, layer->last, from - row, stop - from);
-  now->last_row = row;
+  if (from < stop) kvedge_copy_tokens(layer->last, from - ranges->last_row, layer->last, from - row, stop - from);
+  ranges->last_row = row;
 }
 
 /* Stores tokens as rows from `at` on, the first of which is `from` of the caller's. */
@@ -278,13 +278,13 @@ static void encode_run(kvedge_layer *layer, int64_t row, int64_t last_row) {
 }
 
 /* Lets tokens from now->last_row on be last ones as well, as they are read now: those of a run that the layer was cut in. */
-static void reload(kvedge_layer *layer, const kvedge_ranges *now, int64_t stop) {
-  const int64_t last_row = now->last_row, first_stop = smaller(now->stop, now->first_row + now->num_first);
+static void reload(kvedge_layer *layer, const kvedge_ranges *ranges, int64_t stop) {
+  const int64_t last_row = ranges->last_row, first_stop = smaller(ranges->stop, ranges->first_row + ranges->num_first);
   const int heads = layer->config.num_kv_heads;
   float row[KVEDGE_MAX_HEAD_DIM];
   for (int64_t token = last_row; token < stop; token++) {
-    if (token >= now->first_row && token < first_stop) {
-      kvedge_copy_tokens(layer->first, token - now->first_row, layer->last, token - last_row, 1);
+    if (token >= ranges->first_row && token < first_stop) {
+      kvedge_copy_tokens(layer->first, token - ranges->first_row, layer->last, token - last_row, 1);
       continue;
     }
     for (int values = 0; values < 2; values++) {
@@ -292,8 +292,8 @@ static void reload(kvedge_layer *layer, const kvedge_ranges *now, int64_t stop) 
       const kvedge_side *last = values ? &layer->last->values : &layer->last->keys;
       char *codes = kvedge_codes_at(last, token - last_row);
       for (int head = 0; head < heads; head++, codes += last->row_bytes) {
-        const kvedge_side one = kvedge_side_of_head(side, token, head);
-        kvedge_rows_load(&one, token % side->format->row_tokens, token % side->format->row_tokens + 1, row);
+        const kvedge_side single = kvedge_side_of_head(side, token, head);
+        kvedge_rows_load(&single, token % side->format->row_tokens, token % side->format->row_tokens + 1, row);
         last->format->encode(&last->shape, row, 1, codes, NULL);
       }
     }
@@ -301,53 +301,54 @@ static void reload(kvedge_layer *layer, const kvedge_ranges *now, int64_t stop) 
 }
 
 /* First tokens: those that follow them below first_stop. */
-static void append_first(kvedge_layer *layer, kvedge_ranges *now, const kvedge_array *keys, const kvedge_array *values,
-                         int64_t num_tokens) {
-  const int64_t num_first = larger(0, smaller(now->num_first, now->stop - now->first_row));
-  const int64_t more = smaller(smaller(num_tokens, layer->first_stop - now->stop), layer->config.sinks - num_first);
-  if (more > 0 && now->start == now->stop) now->first_row = now->stop - num_first; /* an empty layer begins anew */
-  if (more <= 0 || now->first_row + num_first != now->stop) return;
+static void append_first(kvedge_layer *layer, kvedge_ranges *ranges, const kvedge_array *keys,
+                         const kvedge_array *values, int64_t num_tokens) {
+  const int64_t num_first = larger(0, smaller(ranges->num_first, ranges->stop - ranges->first_row));
+  const int64_t more = smaller(smaller(num_tokens, layer->first_stop - ranges->stop), layer->config.sinks - num_first);
+  if (more > 0 && ranges->start == ranges->stop)
+    ranges->first_row = ranges->stop - num_first; /* an empty layer begins anew */
+  if (more <= 0 || ranges->first_row + num_first != ranges->stop) return;
   store_tokens(layer->first, keys, values, 0, num_first, more);
   kvedge_raise_bound(&layer->first->key_bound, layer->last->checked.keys);
   kvedge_raise_bound(&layer->first->value_bound, layer->last->checked.values);
-  now->num_first = num_first + more;
+  ranges->num_first = num_first + more;
 }
 
 /* Last tokens, and the runs that they fill. */
-static void append_last(kvedge_layer *layer, kvedge_ranges *now, const kvedge_array *keys, const kvedge_array *values,
-                        int64_t num_tokens) {
-  const int64_t stop = now->stop, end = stop + num_tokens, room = room_of(layer);
+static void append_last(kvedge_layer *layer, kvedge_ranges *ranges, const kvedge_array *keys,
+                        const kvedge_array *values, int64_t num_tokens) {
+  const int64_t stop = ranges->stop, end = stop + num_tokens, room = room_of(layer);
   const int64_t run = kvedge_in_runs(&layer->config) ? KVEDGE_RUN : 1, cut = stop & -run;
   const int64_t kept = (layer->config.recent ? stop : end) - kvedge_kept_rows(&layer->config);
-  if (now->last_from > cut) { /* the layer went back further than its last tokens reach */
-    const int64_t tail = layer->config.recent ? larger(now->last_from, stop - layer->config.recent) : stop;
+  if (ranges->last_from > cut) { /* the layer went back further than its last tokens reach */
+    const int64_t tail = layer->config.recent ? larger(ranges->last_from, stop - layer->config.recent) : stop;
     const int64_t rest = smaller(tail, stop); /* up to here they are not read among the last ones */
-    move_last(layer, now, cut, rest, stop);
-    reload(layer, now, rest);
-    now->last_from = cut;
+    move_last(layer, ranges, cut, rest, stop);
+    reload(layer, ranges, rest);
+    ranges->last_from = cut;
   }
-  const int64_t since = larger(now->last_from, larger(kept, end - room)); /* what is needed once all have come */
+  const int64_t since = larger(ranges->last_from, larger(kept, end - room)); /* what is needed once all have come */
   kvedge_raise_bound(&layer->last->key_bound, layer->last->checked.keys);
   kvedge_raise_bound(&layer->last->value_bound, layer->last->checked.values);
   for (int64_t at = run == 1 ? larger(stop, since) : stop, n; at < end; at += n) {
     const int64_t low = smaller(since, at & -run); /* and what is needed now */
-    if (run > 1 ? at == now->last_row + room : end > now->last_row + room) move_last(layer, now, low, low, at);
-    n = smaller(end, now->last_row + room) - at;
+    if (run > 1 ? at == ranges->last_row + room : end > ranges->last_row + room) move_last(layer, ranges, low, low, at);
+    n = smaller(end, ranges->last_row + room) - at;
     if (run > 1) n = smaller(n, (at & -run) + run - at);
-    store_tokens(layer->last, keys, values, at - stop, at - now->last_row, n);
-    if (run > 1 && (at + n) % run == 0) encode_run(layer, at + n - run, now->last_row);
+    store_tokens(layer->last, keys, values, at - stop, at - ranges->last_row, n);
+    if (run > 1 && (at + n) % run == 0) encode_run(layer, at + n - run, ranges->last_row);
   }
-  now->last_from = since;
+  ranges->last_from = since;
 }
 
 void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const kvedge_array *values, int64_t num_tokens,
                           const kvedge_bounds *bound) {
   int64_t last_written;
-  kvedge_ranges now = kvedge_ranges_written(layer, &last_written);
-  const int64_t stop = now.stop, end = stop + num_tokens;
-  append_first(layer, &now, keys, values, num_tokens);
-  if (room_of(layer)) append_last(layer, &now, keys, values, num_tokens);
-  else now.last_from = end;
+  kvedge_ranges ranges = kvedge_ranges_written(layer, &last_written);
+  const int64_t stop = ranges.stop, end = stop + num_tokens;
+  append_first(layer, &ranges, keys, values, num_tokens);
+  if (room_of(layer)) append_last(layer, &ranges, keys, values, num_tokens);
+  else ranges.last_from = end;
   if (kvedge_in_runs(&layer->config)) {
     kvedge_raise_written(layer, larger(stop & -KVEDGE_RUN, end & -KVEDGE_RUN));
   } else {
@@ -356,8 +357,8 @@ void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const k
     kvedge_raise_bound(&layer->value_bound, bound->values);
     kvedge_raise_written(layer, end);
   }
-  now.stop = end;
-  publish(layer, &now, end);
+  ranges.stop = end;
+  publish(layer, &ranges, end);
   atomic_store_explicit(&layer->is_draining, 0, memory_order_release);
 }
 
@@ -365,12 +366,12 @@ void kvedge_ranges_append(kvedge_layer *layer, const kvedge_array *keys, const k
 
 void kvedge_ranges_set_stop(kvedge_layer *layer, int64_t stop) {
   int64_t last_written;
-  kvedge_ranges now = kvedge_ranges_written(layer, &last_written);
+  kvedge_ranges ranges = kvedge_ranges_written(layer, &last_written);
   /* Of more tokens a copy of the layer would not have the last ones. */
-  if (stop < now.stop) now.last_from = larger(now.last_from, now.stop - kvedge_kept_rows(&layer->config));
-  if (stop > last_written || !room_of(layer)) now.last_from = stop;
-  now.stop = stop;
-  publish(layer, &now, last_written);
+  if (stop < ranges.stop) ranges.last_from = larger(ranges.last_from, ranges.stop - kvedge_kept_rows(&layer->config));
+  if (stop > last_written || !room_of(layer)) ranges.last_from = stop;
+  ranges.stop = stop;
+  publish(layer, &ranges, last_written);
 }
 
 static void raise_bounds(kvedge_layer *plain, int64_t row, int64_t num_tokens) {
@@ -392,9 +393,9 @@ kvedge_status kvedge_layer_set_ranges(kvedge_layer *layer, const kvedge_ranges *
   layer->written = (encoded + KVEDGE_RUN - 1) & -KVEDGE_RUN;
   if (!in_runs) layer->written = encoded;
   layer->first_stop = r->first_stop;
-  kvedge_ranges now = *r;
-  if (r->last_from == r->stop) now.last_row = r->stop;
-  publish(layer, &now, r->stop);
+  kvedge_ranges ranges = *r;
+  if (r->last_from == r->stop) ranges.last_row = r->stop;
+  publish(layer, &ranges, r->stop);
   const int64_t first = in_runs ? r->start & -KVEDGE_RUN : r->start;
   if (first < encoded) raise_bounds(layer, first, encoded - first);
   raise_bounds(layer->first, 0, r->num_first);
@@ -416,13 +417,13 @@ void kvedge_ranges_copy(kvedge_layer *layer, const kvedge_layer *from, const kve
     layer->written = larger(whole, (cut + KVEDGE_RUN - 1) & -KVEDGE_RUN) - row;
   }
   layer->first_stop = from->first_stop - row;
-  const kvedge_ranges now = {.start = r->start - row,
-                             .stop = r->stop - row,
-                             .last_from = (room ? since : r->stop) - row,
-                             .last_row = since - row,
-                             .first_row = r->first_row - row,
-                             .num_first = r->num_first};
-  publish(layer, &now, written - row);
+  const kvedge_ranges ranges = {.start = r->start - row,
+                                .stop = r->stop - row,
+                                .last_from = (room ? since : r->stop) - row,
+                                .last_row = since - row,
+                                .first_row = r->first_row - row,
+                                .num_first = r->num_first};
+  publish(layer, &ranges, written - row);
 }
 
 /* ---- The writer: moving tokens within the layer ------------------------------------------------------------------------ */

@@ -53,13 +53,13 @@ kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *row
 }
 
 kvedge_side kvedge_side_of_head(const kvedge_side *side, int64_t row, int head) {
-  kvedge_side one = *side;
-  one.num_kv_heads = 1;
-  one.codes = kvedge_codes_at(side, row) + (size_t)head * side->row_bytes;
-  one.scales = kvedge_scales_at(side, row) + (size_t)head * side->scale_row_bytes;
-  if (one.offset) one.offset += (ptrdiff_t)head * side->shape.dim;
-  if (one.scale) one.scale += (ptrdiff_t)head * side->shape.dim;
-  return one;
+  kvedge_side of_head = *side;
+  of_head.num_kv_heads = 1;
+  of_head.codes = kvedge_codes_at(side, row) + (size_t)head * side->row_bytes;
+  of_head.scales = kvedge_scales_at(side, row) + (size_t)head * side->scale_row_bytes;
+  if (of_head.offset) of_head.offset += (ptrdiff_t)head * side->shape.dim;
+  if (of_head.scale) of_head.scale += (ptrdiff_t)head * side->shape.dim;
+  return of_head;
 }
 
 /* Some channels of the tokens of a run, rotated. */

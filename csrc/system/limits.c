@@ -40,9 +40,9 @@ static void *multiply_all(void *argument) {
 }
 
 static double seconds(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+  struct timespec moment;
+  clock_gettime(CLOCK_MONOTONIC, &moment);
+  return (double)moment.tv_sec + 1e-9 * (double)moment.tv_nsec;
 }
 
 /* Runs `work` on every worker at once and returns the seconds until the last has ended. */
@@ -68,21 +68,21 @@ static double best_rate(worker *workers, int count, void *(*work)(void *), int r
 }
 
 /* NULL: no memory, or nothing to do. */
-static worker *new_workers(int count, size_t each) {
-  if (count < 1 || count > MAX_WORKERS || each == 0 || kvedge_isa_ready() != KVEDGE_OK) return NULL;
+static worker *new_workers(int count, size_t share) {
+  if (count < 1 || count > MAX_WORKERS || share == 0 || kvedge_isa_ready() != KVEDGE_OK) return NULL;
   worker *workers = calloc((size_t)count, sizeof *workers);
-  for (int i = 0; workers && i < count; i++) workers[i].amount = each;
+  for (int i = 0; workers && i < count; i++) workers[i].amount = share;
   return workers;
 }
 
 double kvedge_read_bandwidth(int num_threads, size_t bytes, int repeats) {
-  const size_t each = num_threads < 1 ? 0 : bytes / (size_t)num_threads / BLOCK * BLOCK;
-  worker *readers = new_workers(num_threads, each);
+  const size_t share = num_threads < 1 ? 0 : bytes / (size_t)num_threads / BLOCK * BLOCK;
+  worker *readers = new_workers(num_threads, share);
   if (!readers) return 0.0;
   double best = 0.0;
   int complete = 1;
   for (int i = 0; complete && i < num_threads; i++) {
-    size_t whole = (each + KVEDGE_HUGE_PAGE - 1) / KVEDGE_HUGE_PAGE * KVEDGE_HUGE_PAGE;
+    size_t whole = (share + KVEDGE_HUGE_PAGE - 1) / KVEDGE_HUGE_PAGE * KVEDGE_HUGE_PAGE;
     readers[i].memory = kvedge_aligned_alloc(KVEDGE_HUGE_PAGE, whole);
     complete = readers[i].memory != NULL;
     if (complete) kvedge_advise_huge_pages(readers[i].memory, whole);

@@ -150,13 +150,14 @@ static void divide_tasks(kvedge_job *job, int num_threads) {
 
 /* Takes the first task of a range, or the last one; -1: there is none. */
 static int take_from(task_range *range, int last, int *next) {
-  uint32_t now = atomic_load(range), then;
+  uint32_t current = atomic_load(range), then;
   do {
-    if (left_in(now) == 0) return -1;
-    then = last ? new_range(first_of(now), stop_of(now) - 1) : new_range(first_of(now) + 1, stop_of(now));
-  } while (!atomic_compare_exchange_weak(range, &now, then));
+    if (left_in(current) == 0) return -1;
+    then =
+        last ? new_range(first_of(current), stop_of(current) - 1) : new_range(first_of(current) + 1, stop_of(current));
+  } while (!atomic_compare_exchange_weak(range, &current, then));
   *next = left_in(then) == 0 ? -1 : last ? stop_of(then) - 1 : first_of(then);
-  return last ? stop_of(then) : first_of(now);
+  return last ? stop_of(then) : first_of(current);
 }
 
 /* A task for the thread of range `own`, and the one that it will likely get after that; -1: none. */

@@ -222,9 +222,9 @@ KVEDGE_INLINE void score_groups_of_many(const group_kind kind, const kvedge_quer
   for (int i = 0; i < n; i++) unit[i] = q->scale[i * q->scale_stride] * 256.0f;
   if (kind != OF_BYTES) start_blocks(q, keys, room->start), pair_codes_of_blocks(q, room->codes);
   for (int g = 0; g < num_groups && kind == OF_BYTES; g++) {
-    const kvedge_query one = kvedge_query_group(q, g);
+    const kvedge_query of_group = kvedge_query_group(q, g);
     for (int i = 0; i < n; i++) {
-      kvedge_query single = one;
+      kvedge_query single = of_group;
       single.num_queries = 1, single.quantized += i * KVEDGE_QUANTIZED_BYTES * q->stride;
       pair_codes(&single, KVEDGE_GROUP, room->codes + i * num_pairs + g * GROUP_PAIRS);
     }
@@ -286,7 +286,6 @@ KVEDGE_INLINE void sum_chunk(const kvedge_stretch *stretches, const kvedge_tile 
 /* Of up to SUM_QUERIES queries. */
 static __attribute__((noinline)) void sum_few(const kvedge_probabilities *p, const kvedge_tile *values,
                                               const kvedge_accumulators *to) {
-  static const float one[SUM_QUERIES] = {1, 1, 1, 1};
   const int n = p->num_queries, together = p->planes == 3 ? TOGETHER / 2 : TOGETHER;
   const int num_groups = values->dim / KVEDGE_GROUP, at_a_time = KVEDGE_QUERY_ROWS / n;
   const kvedge_next_tile next = kvedge_next_of(values, (int)(num_groups * values->group_stride));
@@ -296,7 +295,7 @@ static __attribute__((noinline)) void sum_few(const kvedge_probabilities *p, con
     quantize_weights_of(p, values, together, g, groups, 0, weights);
     for (int t = 0, k = 0; t < values->num_tokens; t += together, k++) {
       const int num_tokens = values->num_tokens - t < together ? values->num_tokens - t : together;
-      const float *rescale = t > 0 ? one : to->rescale;
+      const float *rescale = t > 0 ? ones : to->rescale;
       kvedge_stretch stretches[TOGETHER / KVEDGE_BLOCK];
       for (int i = 0, first = t; first < t + num_tokens; first += stretches[i++].num_tokens)
         stretches[i] = kvedge_stretch_of(values, &next, first, t + num_tokens);
@@ -321,8 +320,8 @@ static void KVEDGE_NAME(weighted_sum_of_groups)(const kvedge_probabilities *p, c
     return;
   }
   for (int g = 0; g * KVEDGE_GROUP < values->dim; g++) {
-    const kvedge_tile one = kvedge_tile_group(values, g);
+    const kvedge_tile of_group = kvedge_tile_group(values, g);
     const kvedge_accumulators sums = {to->acc + g * KVEDGE_GROUP, to->stride, to->rescale};
-    KVEDGE_NAME(weighted_sum_int8)(p, &one, &sums);
+    KVEDGE_NAME(weighted_sum_int8)(p, &of_group, &sums);
   }
 }

@@ -189,10 +189,10 @@ KVEDGE_INLINE __m256 scales_of_tokens(const float *k_scale, const int tokens) {
 
 /* Stores scores of 8, 4 or 2 tokens as store_scores() does, of which `left` may be fewer, or adds them. */
 static __attribute__((noinline)) void add_scores(__m256 score, int tokens, int left, int accumulate, float *scores) {
-  float made[SCORES]; /* (SCORES / tokens, tokens) */
-  _mm256_storeu_ps(made, score);
+  float lanes[SCORES]; /* (SCORES / tokens, tokens) */
+  _mm256_storeu_ps(lanes, score);
   for (int i = 0; i < SCORES; i += tokens, scores += KVEDGE_TILE)
-    for (int j = 0; j < tokens && j < left; j++) scores[j] = accumulate ? scores[j] + made[i + j] : made[i + j];
+    for (int j = 0; j < tokens && j < left; j++) scores[j] = accumulate ? scores[j] + lanes[i + j] : lanes[i + j];
 }
 
 /* How keys are multiplied: as integers of 16 bits, as floats, as integers that are made of the codes of int4, or as

@@ -19,11 +19,11 @@ KVEDGE_INLINE void encode_byte_weights(const float *p, const float *v_scale, int
   __m256i code[2], multipliers = _mm256_set1_epi32(1);
   for (int j = 0; j < 2; j++) w[j] = _mm256_mul_ps(weights_at(p, v_scale, t + 8 * j), factor);
   if (BYTE_MULTIPLIERS) {
-    const __m256 one = _mm256_set1_ps(1.0f);
+    const __m256 unity = _mm256_set1_ps(1.0f);
     const __m256 m = _mm256_max_ps(_mm256_shuffle_ps(w[0], w[1], 0x88), _mm256_shuffle_ps(w[0], w[1], 0xdd));
     /* Of pairs 0, 1, 4, 5, 2, 3, 6 and 7: the next integer above the quotient. */
-    multipliers = _mm256_cvttps_epi32(_mm256_fmadd_ps(m, _mm256_set1_ps(1.0f / BYTE_WEIGHT_MAX), one));
-    const __m256 inverse = _mm256_div_ps(one, _mm256_cvtepi32_ps(multipliers));
+    multipliers = _mm256_cvttps_epi32(_mm256_fmadd_ps(m, _mm256_set1_ps(1.0f / BYTE_WEIGHT_MAX), unity));
+    const __m256 inverse = _mm256_div_ps(unity, _mm256_cvtepi32_ps(multipliers));
     w[0] = _mm256_mul_ps(w[0], _mm256_unpacklo_ps(inverse, inverse));
     w[1] = _mm256_mul_ps(w[1], _mm256_unpackhi_ps(inverse, inverse));
   }

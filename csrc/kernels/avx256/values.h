@@ -224,7 +224,6 @@ KVEDGE_INLINE void sum_codes(const int bits, const kvedge_probabilities *p, cons
                              const kvedge_accumulators *to) {
   const int dim = values->dim, num_queries = p->num_queries, together = p->planes == 3 ? TOGETHER / 2 : TOGETHER;
   const kvedge_next_tile next = kvedge_next_of(values, (dim * bits + 7) / 8);
-  const float *one = ones;
   tile_weights *weights = (void *)p->scratch;
   /* Constants, for loops without branches: with four queries and more 1.02 times as fast. */
   if (together == TOGETHER) quantize_weights(p, values, TOGETHER, weights);
@@ -246,7 +245,7 @@ KVEDGE_INLINE void sum_codes(const int bits, const kvedge_probabilities *p, cons
       int i = 0;
 #define SUM(source, groups, num_channels, count)                                                                       \
   sum_groups(bits, stretches, values->token_stride, num_tokens, d, source, kept, groups, num_channels, count,          \
-             codes + i * KVEDGE_TILE, start + i, scale + i * KVEDGE_TILE_BLOCKS, t > 0 ? one : to->rescale + i,        \
+             codes + i * KVEDGE_TILE, start + i, scale + i * KVEDGE_TILE_BLOCKS, t > 0 ? ones : to->rescale + i,       \
              out + i * to->stride, to->stride)
 #define SUM_ROWS(count)                                                                                                \
   if (count == 1 && left >= 64) SUM(ROWS, 4, 16, count), n = 64;                                                       \

@@ -336,7 +336,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
       if (masked) next.valid = (__mmask32)first_bytes(d >= row_bytes ? row_bytes : row_bytes - d);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
-        const __m512i now[4] = {column[0], column[1], column[2], column[3]};
+        const __m512i current[4] = {column[0], column[1], column[2], column[3]};
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
           prepare_next(&next, masked, bits, 4 * half + c, column);
@@ -345,7 +345,7 @@ KVEDGE_INLINE void score_several_of(const scoring *s, const int bits, int first,
 #pragma GCC unroll 2
           for (int w = 0; w < wide; w++) {
             const int at = wide * (4 * half + c) + w; /* column of channels */
-            const __m512i keys = bits == 8 ? now[c] : level_of(levels, now[c], w);
+            const __m512i keys = bits == 8 ? current[c] : level_of(levels, current[c], w);
 #pragma GCC unroll 8
             for (int i = 0; i < count; i++)
 #pragma GCC unroll 3

@@ -556,11 +556,11 @@ void weighted_sum_of_groups_avx512vnni(const kvedge_probabilities *p, const kved
     }
   }
   for (; g < num_groups; g++) {
-    const kvedge_tile one = kvedge_tile_group(values, g);
+    const kvedge_tile of_group = kvedge_tile_group(values, g);
     const kvedge_accumulators sums = {to->acc + g * KVEDGE_GROUP, to->stride, to->rescale};
-    if (p->planes == 3) weighted_sum_int8_3_avx512vnni(p, &one, &sums);
-    else if (p->planes == 2) weighted_sum_int8_2_avx512vnni(p, &one, &sums);
-    else weighted_sum_int8_1_avx512vnni(p, &one, &sums);
+    if (p->planes == 3) weighted_sum_int8_3_avx512vnni(p, &of_group, &sums);
+    else if (p->planes == 2) weighted_sum_int8_2_avx512vnni(p, &of_group, &sums);
+    else weighted_sum_int8_1_avx512vnni(p, &of_group, &sums);
   }
 }
 #endif

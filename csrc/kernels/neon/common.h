@@ -211,11 +211,11 @@ KVEDGE_INLINE void prefetch_next(prefetch_cursor *next, int bytes) {
 /* Prefetches a line and moves to the next, unless the address is 0: opaque, because GCC 12 drops the test of an address
  * that is then prefetched from. */
 KVEDGE_INLINE void prefetch_line(uintptr_t *line) {
-  uintptr_t now = *line;
-  if (!now) return;
-  __asm__("" : "+r"(now));
-  __builtin_prefetch((const void *)now, 0, 2);
-  *line = now + 64;
+  uintptr_t address = *line;
+  if (!address) return;
+  __asm__("" : "+r"(address));
+  __builtin_prefetch((const void *)address, 0, 2);
+  *line = address + 64;
 }
 
 /* A weighted sum passes over the tile once for each slice of channels: with a slice that starts `before` bytes into

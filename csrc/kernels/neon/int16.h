@@ -197,13 +197,13 @@ static void weighted_sum_int8_neon(const kvedge_probabilities *p, const kvedge_t
 static void weighted_sum_by_32(const kvedge_probabilities *p, const kvedge_tile *values,
                                const kvedge_accumulators *to) {
   enum { TOKENS = 2 * KVEDGE_BLOCK };
-  float one[KVEDGE_QUERY_ROWS];
+  float ones[KVEDGE_QUERY_ROWS];
   kvedge_probabilities probabilities = *p;
   kvedge_tile tile = *values;
   kvedge_accumulators sums = *to;
-  for (int i = 0; i < p->num_queries; i++) one[i] = 1.0f;
+  for (int i = 0; i < p->num_queries; i++) ones[i] = 1.0f;
   probabilities.planes = 2;
-  for (int left = values->num_tokens; left > 0; left -= TOKENS, sums.rescale = one) {
+  for (int left = values->num_tokens; left > 0; left -= TOKENS, sums.rescale = ones) {
     tile.num_tokens = min_int(left, TOKENS);
     weighted_sum_int8_neon(&probabilities, &tile, &sums);
     probabilities.p += TOKENS, tile.scales += TOKENS, tile.blocks += 2;
