@@ -1100,7 +1100,7 @@ def bind():
     from inspect import signature
 
     from kvedge import batch as _batch
-    from kvedge.core import arrays, checks, memory, registry
+    from kvedge.core import arrays, checks, memory
     from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.options import AttendOptions
     from kvedge.errors import (
@@ -1127,12 +1127,10 @@ def bind():
         if parameter.kind is parameter.KEYWORD_ONLY:
             _DEFAULTS[parameter.name] = parameter.default
 
-    @registry.backend_class
     class KvLayer(_LayerFace, BaseKvLayer):
         __qualname__ = "KvLayer"
         _store_type = LayerStore
 
-    @registry.backend_class
     class BlockStore(_BlockStore, BlockStoreMethods):
         __qualname__ = "BlockStore"
 

@@ -29,10 +29,15 @@ def backend_class(cls: _Class) -> _Class:
     return cls
 
 
-def activate(steps: ModuleType) -> None:
-    """Let a module's functions for states be the active ones."""
+def activate(backend: ModuleType) -> None:
+    """Let the classes of a backend and its functions for states be the active ones.
+
+    To import another backend beside it takes nothing over.
+    """
+    for name in ("KvLayer", "BlockStore"):
+        backend_class(getattr(backend, name))
     for name in ("delta_extend", "mamba_extend", "conv_extend"):
-        _active[name] = getattr(steps, name)
+        _active[name] = getattr(backend, name)
 
 
 def active(name: str) -> Any:

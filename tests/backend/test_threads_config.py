@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -318,10 +319,16 @@ def test_isa_info_says_what_runs():
     json.dumps(info)
 
 
-def test_public_classes_are_of_the_backend():
+def test_public_classes_store_in_the_backend_also_with_another_one_imported():
+    importlib.import_module("kvedge.backends.numpy")
     wanted = "kvedge.backends.native" if HAS_NATIVE else "kvedge.backends.numpy"
-    for cls in (kvedge.KVCache, kvedge.QuantizedKvLayer, kvedge.Float32KvLayer):
-        assert cls.__module__.startswith(wanted)
+    layer, pool = kvedge.KVCache(1, 1, 8).layer(0), kvedge.KvBlockPool(1, 16, 1, 1, 8)
+    for kind in (
+        type(layer)._store_type,
+        kvedge.Float32KvLayer._store_type,
+        type(pool._state.stores[0]),
+    ):
+        assert kind.__module__.startswith(wanted)
 
 
 @pytest.mark.subprocess

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvedge.backends.numpy import attention
-from kvedge.core import arrays, checks, memory, registry
+from kvedge.core import arrays, checks, memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule
@@ -455,7 +455,6 @@ class LayerStore:
         return attention.Stored(parts, self.config, view.num_tokens)
 
 
-@registry.backend_class
 class KvLayer(BaseKvLayer):
     """A layer over such a store."""
 

@@ -8,13 +8,12 @@ import numpy as np
 
 from kvedge.backends.numpy import attention
 from kvedge.backends.numpy.layer import LayerStore
-from kvedge.core import checks, registry
+from kvedge.core import checks
 from kvedge.core.config import LayerConfig
 from kvedge.core.options import AttendOptions
 from kvedge.paged.store import BlockPart, BlockStoreMethods, Rows, runs
 
 
-@registry.backend_class
 class BlockStore(LayerStore, BlockStoreMethods):
     """See BlockStoreMethods for what it must provide."""
 
