@@ -114,6 +114,20 @@ static __attribute__((noinline)) void keep_half(const kvedge_stretch *stretch, c
   }
 }
 
+/* A chunk's kept values of 16 channels, added for all queries. */
+static __attribute__((noinline)) void sum_kept(int num_tokens, __m256i (*kept)[2], int num_queries,
+                                               const int16_t *codes, const float *scale, const float *rescale,
+                                               float *acc, ptrdiff_t acc_stride) {
+  static const int32_t start[SUM_QUERIES];
+  const kvedge_stretch none = {.num_tokens = 0};
+  int i = 0;
+#define SUM_KEPT(count)                                                                                                \
+  sum_groups(8, &none, 0, num_tokens, 0, KEPT, kept, 1, 16, count, codes + i * KVEDGE_TILE, start,                     \
+             scale + i * KVEDGE_TILE_BLOCKS, rescale + i, acc + i * acc_stride, acc_stride)
+  BY_FOURS(num_queries, SUM_KEPT)
+#undef SUM_KEPT
+}
+
 /* As sum_few(), of any number of queries. */
 static void sum_codes_of_blocks(const kvedge_probabilities *p, const kvedge_tile *values,
                                 const kvedge_accumulators *to) {
@@ -139,7 +153,7 @@ static void sum_codes_of_blocks(const kvedge_probabilities *p, const kvedge_tile
           __m256i kept[TOGETHER / 2][2];
           for (int half = 0; half < 2; half++) {
             keep_half(stretches, values, num_tokens, at, half, kept);
-            sum_kept(num_tokens, kept, 16, n, codes, scale, rescale, acc + 16 * half, to->stride);
+            sum_kept(num_tokens, kept, n, codes, scale, rescale, acc + 16 * half, to->stride);
           }
           continue;
         }

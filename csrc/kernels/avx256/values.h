@@ -195,20 +195,6 @@ KVEDGE_INLINE void sum_groups(const int bits, const kvedge_stretch *stretch, ptr
 static const float ones[KVEDGE_QUERY_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                               1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-/* A chunk's kept values of 16 channels, or num_channels fewer, added for all queries. */
-static __attribute__((noinline)) void sum_kept(int num_tokens, __m256i (*kept)[2], int num_channels, int num_queries,
-                                               const int16_t *codes, const float *scale, const float *rescale,
-                                               float *acc, ptrdiff_t acc_stride) {
-  static const int32_t start[SUM_QUERIES];
-  const kvedge_stretch none = {.num_tokens = 0};
-  int i = 0;
-#define SUM_KEPT(count)                                                                                                \
-  sum_groups(8, &none, 0, num_tokens, 0, KEPT, kept, 1, num_channels, count, codes + i * KVEDGE_TILE, start,           \
-             scale + i * KVEDGE_TILE_BLOCKS, rescale + i, acc + i * acc_stride, acc_stride)
-  BY_FOURS(num_queries, SUM_KEPT)
-#undef SUM_KEPT
-}
-
 /* Where sums of int4 start. */
 KVEDGE_INLINE void sum_weights(const int16_t *codes, int num_queries, int num_tokens, int32_t *start) {
   for (int i = 0; i < num_queries; i++, codes += KVEDGE_TILE) {
@@ -259,8 +245,9 @@ KVEDGE_INLINE void sum_codes(const int bits, const kvedge_probabilities *p, cons
       if (left >= 16) SUM(ROWS_KEPT, 1, 16, SUM_QUERIES);
       else SUM(ROWS_KEPT, 1, n, SUM_QUERIES);
       i = SUM_QUERIES;
-      sum_kept(num_tokens, kept, n, num_queries - i, codes + i * KVEDGE_TILE, scale + i * KVEDGE_TILE_BLOCKS,
-               t > 0 ? ones : to->rescale + i, out + i * to->stride, to->stride);
+#define SUM_KEPT(count) SUM(KEPT, 1, n, count)
+      BY_FOURS(num_queries, SUM_KEPT)
+#undef SUM_KEPT
 #undef SUM_ROWS
 #undef SUM
     }
