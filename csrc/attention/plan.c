@@ -48,12 +48,13 @@ static void plan_kernels(kvedge_attention *a) {
     const kvedge_row_shape *rows = &a->view.side[s].shape;
     const int whole_bytes = rows->num_groups <= 1 || rows->group_size * a->view.side[s].format->bits % 8 == 0;
     a->cells[s] = cell_of(a->kernels, &a->view.side[s]);
-    a->decodes[s] = !a->cells[s]->scores || !whole_bytes;
+    a->decodes[s] = (!a->cells[s]->scores && !a->cells[s]->scores_of_groups) || !whole_bytes;
     if (a->decodes[s]) a->cells[s] = &a->kernels->cells[KVEDGE_FLOAT32];
     const int has_kernel =
         s == KEYS ? a->cells[s]->scores_of_groups != NULL : a->cells[s]->weighted_sum_of_groups != NULL;
+    const int wants_kernel = rows->num_groups > 1 || !a->cells[s]->scores; /* blocks: also for one group */
     a->takes_groups[s] =
-        has_kernel && rows->num_groups > 1 && rows->group_size == KVEDGE_GROUP && rows->dim % KVEDGE_GROUP == 0;
+        has_kernel && wants_kernel && rows->group_size == KVEDGE_GROUP && rows->dim % KVEDGE_GROUP == 0;
   }
   const int grouped = keys->shape.num_groups && !a->decodes[KEYS];
   a->num_groups = grouped ? keys->shape.num_groups : 1;

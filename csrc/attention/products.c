@@ -263,7 +263,7 @@ void kvedge_head_scores(const kvedge_attention *a, const head_tile *h, workspace
       while (next < h->count && planes[next] == planes[i]) next++;
       kvedge_query q = query_of_groups(a, h, g, together, i, next - i, w);
       if (h->queries->quantized) q.planes = planes[i];
-      if (together > 1) a->cells[KEYS]->scores_of_groups(&q, &keys, scores + i * KVEDGE_TILE);
+      if (a->takes_groups[KEYS]) a->cells[KEYS]->scores_of_groups(&q, &keys, scores + i * KVEDGE_TILE);
       else a->cells[KEYS]->scores(&q, &keys, scores + i * KVEDGE_TILE, g > 0);
       keys.next.blocks = NULL;
     }
@@ -320,7 +320,7 @@ void kvedge_weighted_sum(const kvedge_attention *a, const head_tile *h, float *p
   for (int g = 0; g < num_groups; g += together, to.acc += shape->group_size) {
     kvedge_tile values = rows_of_groups(a, h, VALUES, g, together, w);
     if (takes_factor) values.factor = 1.0f;
-    if (together > 1) a->cells[VALUES]->weighted_sum_of_groups(&p, &values, &to);
+    if (a->takes_groups[VALUES]) a->cells[VALUES]->weighted_sum_of_groups(&p, &values, &to);
     else a->cells[VALUES]->weighted_sum(&p, &values, &to);
   }
   if (has_mins(a, VALUES))

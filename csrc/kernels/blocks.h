@@ -114,17 +114,8 @@ static inline void weighted_sum_of_blocks(const kvedge_cell *int8, const kvedge_
   static void weighted_sum_of_blocks_##isa(const kvedge_probabilities *p, const kvedge_tile *values,                   \
                                            const kvedge_accumulators *to) {                                            \
     weighted_sum_of_blocks(&int8_of_##isa, p, values, to);                                                             \
-  }                                                                                                                    \
-  KVEDGE_BLOCK_FUNCTION(isa)
-/* Of rows of one block. */
-#define KVEDGE_BLOCK_FUNCTION(isa)                                                                                     \
-  static void scores_of_block_##isa(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {   \
-    (void)accumulate; /* there is none before */                                                                       \
-    scores_of_blocks_##isa(q, keys, scores);                                                                           \
   }
 #define KVEDGE_BLOCKS_CELL(isa, encode)                                                                                \
   {.encode_query = encode,                                                                                             \
-   .scores = scores_of_block_##isa,                                                                                    \
-   .weighted_sum = weighted_sum_of_blocks_##isa,                                                                       \
    .scores_of_groups = scores_of_blocks_##isa,                                                                         \
    .weighted_sum_of_groups = weighted_sum_of_blocks_##isa}

@@ -182,7 +182,7 @@ typedef struct {
 
   /* scores[i * KVEDGE_TILE + t] (+)= scale[t] * sum_d value[i][d] * key[t][d] for the queries and the tile's tokens,
    * adding where `accumulate` is not 0. Scores past the last token are undefined.
-   * NULL: the path has no kernels for the format, and its rows are decoded for those of float32. */
+   * NULL, and those of groups too: the path has no kernels for the format, and its rows are decoded for those of float32. */
   void (*scores)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate);
 
   /* acc[i][d] = acc[i][d] * rescale[i] + sum_t p[i][t] * scale[t] * value[t][d] */
@@ -305,7 +305,7 @@ typedef struct kvedge_kernels {
   kvedge_cell cells[KVEDGE_NUM_FORMATS]; /* by kvedge_format */
   kvedge_cell grids;                     /* of grids, by the bits of a tile: queries are floats; empty as in cells */
   kvedge_cell runs;                      /* of kivi2, kivi4 and kivi8: queries are floats, tiles tables of runs */
-  kvedge_cell blocks;                    /* of ggml's blocks: scores and weighted sums are those of all groups */
+  kvedge_cell blocks;                    /* of ggml's blocks: there are kernels of all groups alone */
 
   const kvedge_row_kernels *rows;
   const kvedge_logit_kernels *logits;

@@ -17,12 +17,6 @@ static void KVEDGE_NAME(scores_of_blocks)(const kvedge_query *q, const kvedge_ti
   else score_codes_1(q, keys, scores);
 }
 
-static void KVEDGE_NAME(scores_of_block)(const kvedge_query *q, const kvedge_tile *keys, float *scores,
-                                         int accumulate) {
-  (void)accumulate; /* there is none before */
-  KVEDGE_NAME(scores_of_blocks)(q, keys, scores);
-}
-
 /* ---- Weighted sums ---- */
 
 /* Adds a block of two tokens, times the weights of `count` queries, to sums of 8 channels: (count, 4). (count: a

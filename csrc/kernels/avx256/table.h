@@ -40,8 +40,6 @@ static uint64_t KVEDGE_NAME(multiply)(size_t n) {
                 [KVEDGE_FP8_E5M2] = CELL_OF_FLOATS(fp8_e5m2)},                                                  \
       .grids = CELL_OF_FLOATS(of_grids),                                                                                  \
       .blocks = {.encode_query = KVEDGE_NAME(encode_query),                                                        \
-                 .scores = KVEDGE_NAME(scores_of_block),                                                           \
-                 .weighted_sum = KVEDGE_NAME(weighted_sum_of_blocks),                                              \
                  .scores_of_groups = KVEDGE_NAME(scores_of_blocks),                                                \
                  .weighted_sum_of_groups = KVEDGE_NAME(weighted_sum_of_blocks)},                                   \
       .runs = {.scores = KVEDGE_NAME(scores_of_runs), .weighted_sum = KVEDGE_NAME(weighted_sum_of_runs)},         \

@@ -304,7 +304,6 @@ static void scores_of_blocks_avx512vnni(const kvedge_query *q, const kvedge_tile
   if (done > 0) rest.next.blocks = NULL;
   scores_of_blocks(&int8_cell, q, &rest, scores + done);
 }
-KVEDGE_BLOCK_FUNCTION(avx512vnni)
 
 static void weighted_sum_of_blocks_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
                                               const kvedge_accumulators *to) {

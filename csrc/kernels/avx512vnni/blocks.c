@@ -110,16 +110,10 @@ KVEDGE_INLINE void interleave_blocks(const int8_t *first, const int8_t *second, 
   OPAQUE(first);
   OPAQUE(second);
 #pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) {
-    row[j] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(first + j * stride)));
-    row[j] = _mm512_inserti32x4(row[j], _mm_loadu_si128((const __m128i *)(second + j * stride)), 1);
-    row[j] = _mm512_inserti32x4(row[j], _mm_loadu_si128((const __m128i *)(first + (4 + j) * stride)), 2);
-    row[j] = _mm512_inserti32x4(row[j], _mm_loadu_si128((const __m128i *)(second + (4 + j) * stride)), 3);
-  }
-  __m512i low_ab = _mm512_unpacklo_epi8(row[0], row[1]), high_ab = _mm512_unpackhi_epi8(row[0], row[1]);
-  __m512i low_cd = _mm512_unpacklo_epi8(row[2], row[3]), high_cd = _mm512_unpackhi_epi8(row[2], row[3]);
-  out[0] = _mm512_unpacklo_epi16(low_ab, low_cd), out[1] = _mm512_unpackhi_epi16(low_ab, low_cd);
-  out[2] = _mm512_unpacklo_epi16(high_ab, high_cd), out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
+  for (int j = 0; j < 4; j++)
+    row[j] =
+        load_four_lanes(first + j * stride, second + j * stride, first + (4 + j) * stride, second + (4 + j) * stride);
+  interleave_4_rows(row, out);
 }
 
 typedef struct {

@@ -160,6 +160,24 @@ KVEDGE_INLINE __m512i load_two_rows(const int8_t *from, const int8_t *upper, con
   return _mm512_inserti64x4(row, _mm256_loadu_si256((const __m256i *)upper), 1);
 }
 
+/* Interleaves the bytes of four rows: dword e of 128-bit lane L of out[c] has channel 16 L + 4 c + e. */
+KVEDGE_INLINE void interleave_4_rows(const __m512i row[4], __m512i out[4]) {
+  __m512i low_ab = _mm512_unpacklo_epi8(row[0], row[1]), high_ab = _mm512_unpackhi_epi8(row[0], row[1]);
+  __m512i low_cd = _mm512_unpacklo_epi8(row[2], row[3]), high_cd = _mm512_unpackhi_epi8(row[2], row[3]);
+  out[0] = _mm512_unpacklo_epi16(low_ab, low_cd);
+  out[1] = _mm512_unpackhi_epi16(low_ab, low_cd);
+  out[2] = _mm512_unpacklo_epi16(high_ab, high_cd);
+  out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
+}
+
+/* 16 bytes of four rows, a lane each. */
+KVEDGE_INLINE __m512i load_four_lanes(const int8_t *a, const int8_t *b, const int8_t *c, const int8_t *d) {
+  __m512i lanes = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)a));
+  lanes = _mm512_inserti32x4(lanes, _mm_loadu_si128((const __m128i *)b), 1);
+  lanes = _mm512_inserti32x4(lanes, _mm_loadu_si128((const __m128i *)c), 2);
+  return _mm512_inserti32x4(lanes, _mm_loadu_si128((const __m128i *)d), 3);
+}
+
 /* ---- int4: two codes to a byte, the first one in its lower half; a code is a level of 8 bits ---- */
 
 /* Bytes of `dim` channels of int8, or of int4. (`bits`: a constant where this is inlined.) */

@@ -515,10 +515,7 @@ KVEDGE_INLINE void score_codes_of(const kvedge_query *q, int first, const int co
       for (int i = 0; i < 4; i++) { /* lane L: row 4 L + i */
         const int8_t *from = rows + i * key_stride;
         OPAQUE(from);
-        lanes[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from));
-        lanes[i] = _mm512_inserti32x4(lanes[i], _mm_loadu_si128((const __m128i *)(from + 4 * key_stride)), 1);
-        lanes[i] = _mm512_inserti32x4(lanes[i], _mm_loadu_si128((const __m128i *)(from + 8 * key_stride)), 2);
-        lanes[i] = _mm512_inserti32x4(lanes[i], _mm_loadu_si128((const __m128i *)(from + 12 * key_stride)), 3);
+        lanes[i] = load_four_lanes(from, from + 4 * key_stride, from + 8 * key_stride, from + 12 * key_stride);
       }
       transpose_in_lanes(lanes, column);
 #pragma GCC unroll 4

@@ -84,16 +84,6 @@ KVEDGE_INLINE void encode_weights(int num_queries, const int bytes, const float 
 #undef ENCODE_OF
 }
 
-/* Interleaves the bytes of four rows: dword e of 128-bit lane L of out[c] has channel 16 L + 4 c + e. */
-KVEDGE_INLINE void interleave_4_rows(const __m512i row[4], __m512i out[4]) {
-  __m512i low_ab = _mm512_unpacklo_epi8(row[0], row[1]), high_ab = _mm512_unpackhi_epi8(row[0], row[1]);
-  __m512i low_cd = _mm512_unpacklo_epi8(row[2], row[3]), high_cd = _mm512_unpackhi_epi8(row[2], row[3]);
-  out[0] = _mm512_unpacklo_epi16(low_ab, low_cd);
-  out[1] = _mm512_unpackhi_epi16(low_ab, low_cd);
-  out[2] = _mm512_unpacklo_epi16(high_ab, high_cd);
-  out[3] = _mm512_unpackhi_epi16(high_ab, high_cd);
-}
-
 /* The values of a tile from a channel on, and the lines to prefetch. */
 typedef struct {
   const char *const *blocks;
