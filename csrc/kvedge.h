@@ -680,9 +680,29 @@ kvedge_status kvedge_conv_extend(const kvedge_conv_shape *shape, const kvedge_co
 /* ---- Threads ------------------------------------------------------------------------------ */
 
 /* How many threads kvedge_attend uses by default, 1 to 1024; at first 1. Threads are started when
- * first needed and sleep between calls. */
+ * first needed. Between calls they look out for the next one before they sleep: twice the time that calls usually are
+ * apart, for 1 ms at most after the last one, and not at all where calls are further apart, where more threads are started than
+ * there are processors, or where another thread wants the processor. */
 kvedge_status kvedge_set_num_threads(int num_threads);
 int kvedge_get_num_threads(void);
+
+/* The most that they look out, in microseconds, 0 to 1000 (at first): 0 where the process's share of processor time is
+ * less than its threads. */
+kvedge_status kvedge_set_lookout(int us);
+
+/* Threads that the process has anyway, so that two pools do not fight for the processors. */
+typedef struct {
+  /* Runs task(context, thread) for all thread numbers from 0 to num_threads - 1 at the same time, 0 on the calling thread, and returns
+   * when all have ended. Numbers from some n on may be left out. */
+  void (*run)(void *data, void (*task)(void *context, int thread), void *context);
+  int (*num_threads)(void *data); /* how many there are now for a call of this thread */
+  void *data;
+} kvedge_executor;
+
+/* Lets calls run on these threads, as many as their num_threads says; NULL: on those of kvedge, as at first. Where the threads come late
+ * (they sleep, or another program has their processor) kvedge's own do the work for fifty times as long as that cost. A
+ * forked child has none. Not while another thread calls kvedge. */
+kvedge_status kvedge_set_executor(const kvedge_executor *executor);
 
 /* Waits until no helper thread still reads a layer on behalf of a call that has already returned
  * (one that was held up by another program; its work was done by others meanwhile). Needed before

@@ -120,17 +120,17 @@ static void refit(const kvedge_attention *a, int64_t row, int head, char *room, 
 }
 
 void kvedge_slice_collect(kvedge_attention *a, int slice, int slot, int refit_index, kvedge_workspace *w) {
-  const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
-  const int heads = a->heads_per_kv_head, key_heads = a->view.num_kv_heads;
+  const kvedge_slice_place of = kvedge_place_of(a, slice);
+  const int heads = a->heads_per_kv_head, first = of.kv_head * heads, stop = first + of.num_kv_heads * heads;
   kvedge_merge_slice(a, slice, slot);
-  if (slice % a->chunks_per_block + 1 < a->chunks_per_block) return;
-  const kvedge_queries q = kvedge_queries_of(a, block.index, slot);
+  if (of.chunk + 1 < a->chunks_per_block) return;
+  const kvedge_queries q = kvedge_queries_of(a, of.block.index, slot);
   const kvedge_partial total = kvedge_partial_at(a, a->chunks_per_block > 1 ? a->num_slots : slot);
-  for (int64_t r = 0; r < block.count; r++)
-    for (int head = 0; head < key_heads * heads; head++) {
+  for (int64_t r = 0; r < of.block.count; r++)
+    for (int head = first; head < stop; head++) {
       const size_t state = kvedge_query_index(a, head / heads) + (size_t)(r * heads + head % heads);
       if (!may_have_lost(a, &q, state, total.sum[state], total.acc + state * (size_t)a->acc_stride)) continue;
-      refit(a, block.first + r, head, a->refit + (size_t)refit_index * a->refit_bytes, w);
+      refit(a, of.block.first + r, head, a->refit + (size_t)refit_index * a->refit_bytes, w);
     }
 }
 

@@ -13,17 +13,6 @@ enum {
   MAX_ROWS = 512,
 };
 
-static int num_slices(const kvedge_attention *a) { return a->num_row_blocks * a->chunks_per_block; }
-
-/* As kvedge_tuning.parallel_work has it, about. */
-static int64_t work_of(const kvedge_attention *a) {
-  const kvedge_row_block last = kvedge_row_block_of(a, a->num_row_blocks - 1);
-  const kvedge_attended seen = kvedge_attended_tokens(a, &last);
-  const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
-  int64_t tokens = (seen.sinks + seen.stop - seen.first) * a->num_row_blocks;
-  return tokens * (keys->token_bytes + values->token_bytes) * (3 + a->query_rows);
-}
-
 /* ---- On this thread alone -------------------------------------------------------------------- */
 
 static kvedge_status run_here(kvedge_attention *planned, int num_planned) {
@@ -37,9 +26,9 @@ static kvedge_status run_here(kvedge_attention *planned, int num_planned) {
   if (!memory) return KVEDGE_ERROR_MEMORY;
   for (int i = 0; i < num_planned; i++) {
     kvedge_attention *a = kvedge_attention_set_up(&planned[i], memory, 1);
-    for (int slice = 0; slice < num_slices(a); slice++) {
+    for (int slice = 0; slice < kvedge_num_slices(a); slice++) {
       kvedge_slice next = {a, slice + 1};
-      if (next.slice == num_slices(a)) next = (kvedge_slice){i + 1 < num_planned ? &planned[i + 1] : NULL, 0};
+      if (next.slice == kvedge_num_slices(a)) next = (kvedge_slice){i + 1 < num_planned ? &planned[i + 1] : NULL, 0};
       kvedge_slice_run(a, slice, next, 0, a->workspace, NULL);
       kvedge_slice_collect(a, slice, 0, 0, a->workspace);
     }
@@ -89,24 +78,40 @@ static void collect_task(void *context, int task, int slot) {
   kvedge_slice_collect(of->attention, task - of->first_task, slot_of(all, of, task, slot), 0, workspace_of(all, 0));
 }
 
+/* Cuts slices by KV heads until there are two for each thread, where they take long enough. */
+static void cut_heads(kvedge_attention *planned, int num_planned, double us, int num_threads) {
+  enum { LEAST_SLICE_US = 5 };
+  int slices = 0;
+  for (int i = 0; i < num_planned; i++) slices += kvedge_num_slices(&planned[i]);
+  double wanted = 2 * num_threads;
+  if (wanted > us / LEAST_SLICE_US) wanted = us / LEAST_SLICE_US;
+  for (int i = 0; i < num_planned && wanted > slices; i++) {
+    kvedge_attention *a = &planned[i];
+    const int steps = (a->view.num_kv_heads + a->heads_per_step - 1) / a->heads_per_step;
+    const int parts = (int)((wanted + slices - 1) / slices), of_part = (steps + parts - 1) / parts;
+    a->heads_per_slice = of_part * a->heads_per_step;
+    if (a->heads_per_slice > a->view.num_kv_heads) a->heads_per_slice = a->view.num_kv_heads;
+  }
+}
+
 /* Runs plans together; here alone where there is little work. */
 static kvedge_status run_together(kvedge_attention *planned, int num_planned, int num_threads) {
-  int64_t work = 0;
+  double us = 0.0;
   int num_tasks = 0, is_masked = 0;
+  for (int i = 0; i < num_planned; i++) us += kvedge_attention_us(&planned[i]);
+  num_threads = kvedge_threads_for(us, num_threads);
+  if (num_threads > 1) cut_heads(planned, num_planned, us, num_threads);
   for (int i = 0; i < num_planned; i++) {
-    work += work_of(&planned[i]);
-    num_tasks += num_slices(&planned[i]);
+    num_tasks += kvedge_num_slices(&planned[i]);
     is_masked |= kvedge_has_mask(&planned[i].options);
   }
-  if (num_threads == 0) num_threads = kvedge_get_num_threads();
-  if (num_threads == 1 || num_tasks == 1 || work < planned->kernels->tuning.parallel_work)
-    return run_here(planned, num_planned);
+  if (num_threads == 1 || num_tasks == 1) return run_here(planned, num_planned);
   size_t plans = kvedge_align((size_t)num_planned * sizeof(planned_tasks));
   size_t plan_of = kvedge_align((size_t)num_tasks * sizeof(int32_t));
   size_t workspaces = (size_t)kvedge_job_threads(num_threads, num_tasks) * kvedge_workspace_bytes();
   size_t bytes = kvedge_align(sizeof(tasks)) + plans + plan_of + workspaces;
   for (int i = 0; i < num_planned; i++)
-    bytes += kvedge_attention_lay_out(&planned[i], NULL, num_slices(&planned[i]) + 1);
+    bytes += kvedge_attention_lay_out(&planned[i], NULL, kvedge_num_slices(&planned[i]) + 1);
   kvedge_job *job = kvedge_job_take(bytes);
   if (!job) return KVEDGE_ERROR_MEMORY;
   char *memory = kvedge_job_memory(job);
@@ -118,7 +123,7 @@ static kvedge_status run_together(kvedge_attention *planned, int num_planned, in
                  .num_tasks = num_tasks};
   memory += plans + plan_of + workspaces;
   for (int i = 0, task = 0; i < num_planned; i++) {
-    const int slices = num_slices(&planned[i]);
+    const int slices = kvedge_num_slices(&planned[i]);
     all->plans[i] = (planned_tasks){kvedge_attention_set_up(&planned[i], memory, slices + 1), task, slices};
     memory += kvedge_attention_lay_out(&planned[i], NULL, slices + 1);
     for (int j = 0; j < slices; j++) all->plan_of[task++] = i;

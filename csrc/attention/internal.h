@@ -96,8 +96,9 @@ typedef struct {
   int64_t first_position; /* of row 0, as a token */
   int num_heads, heads_per_kv_head;
   int rows_per_block, query_rows; /* query_rows: those of a KV head, rows_per_block * heads_per_kv_head */
-  int num_row_blocks, chunks_per_block;
-  int tile; /* tokens, a multiple of 16 up to KVEDGE_TILE */
+  int num_row_blocks, chunks_per_block, most_chunks; /* most_chunks: it does not fall as tokens are added */
+  int heads_per_slice; /* KV heads: all, or for several threads some, with the same results to the bit */
+  int tile;            /* tokens, a multiple of 16 up to KVEDGE_TILE */
 
   /* Scores are kept divided by a factor so that nothing overflows: logit = score * logit_factor +
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
@@ -157,9 +158,11 @@ static inline kvedge_partial kvedge_partial_at(const kvedge_attention *a, int sl
   return (kvedge_partial){.max = base, .sum = base + padded, .acc = base + 2 * padded};
 }
 
-/* 1: a row block is one slice, which prepares its queries in its own slot soon before they are used; 0: it is several,
- * and those of all row blocks are prepared beforehand. */
-static inline int kvedge_slices_prepare(const kvedge_attention *a) { return a->chunks_per_block == 1; }
+/* 1: slices prepare their queries in their own slots soon before they are used; 0: those of all row blocks are prepared
+ * beforehand, since each is used by several slices that the calling thread alone runs. */
+static inline int kvedge_slices_prepare(const kvedge_attention *a) {
+  return a->chunks_per_block == 1 || a->heads_per_slice < a->view.num_kv_heads;
+}
 
 /* Query rows first..first+count-1 of a call: those of row block `index`, or the rest of them. */
 typedef struct {
@@ -169,6 +172,31 @@ typedef struct {
 static inline kvedge_row_block kvedge_row_block_of(const kvedge_attention *a, int64_t index) {
   const int64_t first = index * a->rows_per_block, left = a->num_rows - first;
   return (kvedge_row_block){index, first, left < a->rows_per_block ? left : a->rows_per_block};
+}
+
+/* What slice `index` of a call works on: a row block, a chunk of its tokens, and some KV heads. Slices of neighbouring
+ * heads are neighbours, then those of chunks. */
+typedef struct {
+  kvedge_row_block block;
+  int chunk;
+  int kv_head, num_kv_heads;
+} kvedge_slice_place;
+
+static inline int kvedge_head_parts(const kvedge_attention *a) {
+  return (a->view.num_kv_heads + a->heads_per_slice - 1) / a->heads_per_slice;
+}
+
+static inline int kvedge_num_slices(const kvedge_attention *a) {
+  return a->num_row_blocks * a->chunks_per_block * kvedge_head_parts(a);
+}
+
+static inline kvedge_slice_place kvedge_place_of(const kvedge_attention *a, int index) {
+  const int parts = kvedge_head_parts(a), chunks = index / parts, first = index % parts * a->heads_per_slice;
+  const int left = a->view.num_kv_heads - first;
+  return (kvedge_slice_place){.block = kvedge_row_block_of(a, chunks / a->chunks_per_block),
+                              .chunk = chunks % a->chunks_per_block,
+                              .kv_head = first,
+                              .num_kv_heads = left < a->heads_per_slice ? left : a->heads_per_slice};
 }
 
 /* Position of a KV head's first query in what is prepared of a row block, and in partial results. */
@@ -277,6 +305,8 @@ kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *ro
  * (NULL: only counts its bytes, which it returns); sets it up in as many: arrays, segments,
  * queries. */
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows);
+/* Microseconds that a planned call takes one thread, about. */
+double kvedge_attention_us(const kvedge_attention *a);
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots);
 
@@ -284,10 +314,10 @@ kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void 
 kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_threads);
 
 /* query.c: bytes of a row block's prepared queries; prepares those of all row blocks, unless slices do; those of a
- * slice, which prepares them in its slot if slices do; and the same once they are prepared. */
+ * slice, which prepares those of its heads in its slot if slices do; and the same once they are prepared. */
 size_t kvedge_query_bytes(const kvedge_attention *a);
 void kvedge_prepare_queries(const kvedge_attention *a);
-kvedge_queries kvedge_queries_for(const kvedge_attention *a, const kvedge_row_block *block, int slot);
+kvedge_queries kvedge_queries_for(const kvedge_attention *a, const kvedge_slice_place *place, int slot);
 kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int slot);
 
 /* range.c: sets the factors of a call whose arrays are set, from what it sees. */

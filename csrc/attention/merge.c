@@ -65,22 +65,24 @@ static void finish(const kvedge_attention *a, const kvedge_queries *q, size_t st
 }
 
 void kvedge_merge_slice(const kvedge_attention *a, int slice, int slot) {
-  const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
-  const int64_t chunk = slice % a->chunks_per_block;
-  int heads = a->heads_per_kv_head;
-  kvedge_queries q = kvedge_queries_of(a, block.index, slot);
-  kvedge_partial partial = kvedge_partial_at(a, slot), total = kvedge_partial_at(a, a->num_slots);
-  if (chunk == 0 && a->chunks_per_block > 1) {
-    memcpy(total.max, partial.max, a->partial_floats * sizeof(float));
+  const kvedge_slice_place of = kvedge_place_of(a, slice);
+  const int heads = a->heads_per_kv_head, is_last = of.chunk + 1 == a->chunks_per_block;
+  const kvedge_queries q = kvedge_queries_of(a, of.block.index, slot);
+  const kvedge_partial partial = kvedge_partial_at(a, slot);
+  kvedge_partial total = kvedge_partial_at(a, a->num_slots);
+  const size_t first = kvedge_query_index(a, of.kv_head), states = kvedge_query_index(a, of.num_kv_heads);
+  if (of.chunk == 0 && !is_last) {
+    const size_t stride = (size_t)a->acc_stride;
+    memcpy(total.max + first, partial.max + first, states * sizeof *total.max);
+    memcpy(total.sum + first, partial.sum + first, states * sizeof *total.sum);
+    memcpy(total.acc + first * stride, partial.acc + first * stride, states * stride * sizeof *total.acc);
+    return;
   }
-  for (int64_t r = 0; r < block.count; r++)
-    for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
+  for (int64_t r = 0; r < of.block.count; r++)
+    for (int kv_head = of.kv_head; kv_head < of.kv_head + of.num_kv_heads; kv_head++)
       for (int g = 0; g < heads; g++) {
-        size_t i = (size_t)(r * heads + g);
-        size_t state = kvedge_query_index(a, kv_head) + i;
-        if (chunk > 0) merge(a, &q, state, &total, &partial);
-        if (chunk + 1 < a->chunks_per_block) continue;
-        int head = kv_head * heads + g;
-        finish(a, &q, state, block.first + r, head, a->chunks_per_block > 1 ? &total : &partial);
+        const size_t state = kvedge_query_index(a, kv_head) + (size_t)(r * heads + g);
+        if (of.chunk > 0) merge(a, &q, state, &total, &partial);
+        if (is_last) finish(a, &q, state, of.block.first + r, kv_head * heads + g, of.chunk > 0 ? &total : &partial);
       }
 }

@@ -9,10 +9,14 @@
 #include "system/float_mode.h"
 
 enum {
-  /* A slice reads about this many bytes: large beside the cost of merging its result, small enough
+  /* A chunk of tokens has about this many bytes: large beside the cost of merging its result, small enough
    * that a helper which is held up delays nobody for long. */
-  SLICE_BYTES = 256 << 10,
-  MAX_SLICES_OF_A_BLOCK = 32,
+  CHUNK_BYTES = 256 << 10,
+  MAX_CHUNKS_OF_A_BLOCK = 32,
+  /* Where there are few KV heads, which slices may be cut by as well, chunks are smaller until there are so many slices,
+   * but take so many microseconds. */
+  LEAST_SLICES = 8,
+  LEAST_CHUNK_US = 10,
   /* Keys and values of all heads in a tile have up to twice this many bytes. Rows are prefetched a
    * tile before they are used, and the keys and values of two tiles have to fit a second-level
    * cache, which two threads may share. */
@@ -72,6 +76,18 @@ static void plan_kernels(kvedge_attention *a) {
   }
 }
 
+static int block_tokens(const kvedge_attention *a) {
+  const int of_keys = a->view.side[KEYS].block_tokens, of_values = a->view.side[VALUES].block_tokens;
+  return of_keys > of_values ? of_keys : of_values;
+}
+
+/* Tokens of a tile: whole blocks, of runs rounded up, since a call for one costs much beside it. */
+static int round_to_blocks(const kvedge_attention *a, int64_t tokens) {
+  const int block = block_tokens(a);
+  const int64_t tile = (tokens + block - KVEDGE_BLOCK) / block * block;
+  return tile < block ? block : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
+}
+
 /* Tokens of a tile. */
 static int plan_tile(const kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
@@ -80,25 +96,48 @@ static int plan_tile(const kvedge_attention *a) {
   const int64_t of_head = keys->head_stride * (KVEDGE_RUN / keys->format->row_tokens) +
                           values->head_stride * (KVEDGE_RUN / values->format->row_tokens); /* for a run */
   int64_t tile = 2 * a->kernels->tuning.step_bytes * KVEDGE_RUN / (of_head > 0 ? of_head : 1);
-  const int step = keys->block_tokens > values->block_tokens ? keys->block_tokens : values->block_tokens;
-  const int least = step > KVEDGE_BLOCK ? LEAST_TILE_OF_RUNS : LEAST_TILE;
+  const int least = block_tokens(a) > KVEDGE_BLOCK ? LEAST_TILE_OF_RUNS : LEAST_TILE;
   if (most < least) most = least;
-  if (tile > most) tile = most;
-  tile = (tile + step - KVEDGE_BLOCK) / step * step; /* of runs: up, since a call for one costs much beside it */
-  return tile < step ? step : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
+  return round_to_blocks(a, tile < most ? tile : most);
 }
 
-/* Chunks that the tokens of a row block are split into. */
-static int plan_chunks(const kvedge_attention *a) {
+double kvedge_attention_us(const kvedge_attention *a) {
+  const kvedge_row_block last = kvedge_row_block_of(a, a->num_row_blocks - 1);
+  const kvedge_attended seen = kvedge_attended_tokens(a, &last);
+  const ptrdiff_t of_token = a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes;
+  const double bytes = (double)(seen.sinks + seen.stop - seen.first) * a->num_row_blocks * (double)of_token;
+  return bytes * (3 + a->query_rows) / a->kernels->tuning.work_per_us;
+}
+
+/* Tokens that a row block sees, at most. */
+static int64_t tokens_seen(const kvedge_attention *a) {
   const kvedge_attention_options *o = &a->options;
-  int64_t seen = a->view.len;
-  if (o->window && o->window + a->rows_per_block + o->sink_tokens < seen)
-    seen = o->window + a->rows_per_block + o->sink_tokens;
-  int64_t most = MAX_SLICES_OF_A_BLOCK / a->num_row_blocks;
-  int64_t wanted = seen * (a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes) / SLICE_BYTES;
-  if (most > seen / a->tile) most = seen / a->tile;
-  if (wanted > most) wanted = most;
+  const int64_t by_window = o->window + a->rows_per_block + o->sink_tokens;
+  return o->window && by_window < a->view.len ? by_window : a->view.len;
+}
+
+/* Chunks that the tokens of a row block are split into, at most. */
+static int plan_chunks(const kvedge_attention *a) {
+  const int64_t seen = tokens_seen(a), most_tiles = seen / a->tile;
+  const ptrdiff_t of_token = a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes;
+  const double us = (double)seen * (double)of_token * (3 + a->query_rows) / a->kernels->tuning.work_per_us;
+  const int steps = (a->view.num_kv_heads + a->heads_per_step - 1) / a->heads_per_step;
+  int64_t wanted = seen * of_token / CHUNK_BYTES, least = LEAST_SLICES / steps / a->num_row_blocks;
+  if (least > (int64_t)(us / LEAST_CHUNK_US)) least = (int64_t)(us / LEAST_CHUNK_US);
+  if (wanted < least) wanted = least;
+  if (wanted > MAX_CHUNKS_OF_A_BLOCK / a->num_row_blocks) wanted = MAX_CHUNKS_OF_A_BLOCK / a->num_row_blocks;
+  if (wanted > most_tiles) wanted = most_tiles;
   return wanted < 1 ? 1 : (int)wanted;
+}
+
+/* Chunks of as many tiles each, and of about as many tokens. */
+static void even_out(kvedge_attention *a) {
+  a->chunks_per_block = a->most_chunks;
+  if (a->chunks_per_block == 1) return;
+  const int64_t seen = tokens_seen(a), of_chunk = (seen + a->most_chunks - 1) / a->most_chunks;
+  const int64_t tiles = (of_chunk + a->tile - 1) / a->tile; /* of a chunk */
+  a->chunks_per_block = (int)((seen + tiles * a->tile - 1) / (tiles * a->tile));
+  a->tile = round_to_blocks(a, (seen - 1) / (a->chunks_per_block * tiles) + KVEDGE_BLOCK);
 }
 
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows) {
@@ -135,7 +174,9 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
 
   plan_kernels(a);
   a->tile = plan_tile(a);
-  a->chunks_per_block = plan_chunks(a);
+  a->most_chunks = plan_chunks(a);
+  even_out(a);
+  a->heads_per_slice = view->num_kv_heads;
   for (int s = KEYS; s <= VALUES; s++) {
     const int is_auto = o->precision_bits == KVEDGE_PRECISION_AUTO;
     a->planes[s] = (is_auto ? view->side[s].format->product_bits : o->precision_bits) / 8;
@@ -153,7 +194,7 @@ static size_t query_floats(const kvedge_attention *a) {
 /* Bytes for one row of one head that is attended to again (attention.c). */
 static size_t refit_bytes(const kvedge_attention *a) {
   kvedge_attention single = *a; /* as attention.c makes it, as far as sizes depend on it */
-  single.view.num_kv_heads = single.num_heads = single.query_rows = 1;
+  single.view.num_kv_heads = single.heads_per_slice = single.num_heads = single.query_rows = 1;
   single.num_row_blocks = single.is_refit = single.query_stays = 1;
   single.has_workspace = 0; /* that of the slice is free by then */
   single.partial_floats = kvedge_partial_floats(&single);

@@ -107,14 +107,14 @@ static void prepare_row(const kvedge_attention *a, const kvedge_queries *to, con
   to->log2_scale[index] = (float)between(a->real_logits ? LOG2_E : factor * LOG2_E, FLT_MIN, FLT_MAX);
 }
 
-static void prepare_block(const kvedge_attention *a, const kvedge_row_block *block, const kvedge_queries *to) {
+static void prepare_place(const kvedge_attention *a, const kvedge_slice_place *of, const kvedge_queries *to) {
   int dim = a->view.side[KEYS].shape.dim, heads = a->heads_per_kv_head;
   double key_norm = 127.0 * sqrt((dim + 8) / 9.0);
   float room[KVEDGE_MAX_HEAD_DIM];
-  for (int64_t r = 0; r < block->count; r++)
-    for (int kv_head = 0; kv_head < a->view.num_kv_heads; kv_head++)
+  for (int64_t r = 0; r < of->block.count; r++)
+    for (int kv_head = of->kv_head; kv_head < of->kv_head + of->num_kv_heads; kv_head++)
       for (int g = 0; g < heads; g++) {
-        const float *x = kvedge_array_row(&a->query, block->first + r, kv_head * heads + g, dim, room);
+        const float *x = kvedge_array_row(&a->query, of->block.first + r, kv_head * heads + g, dim, room);
         size_t index = kvedge_query_index(a, kv_head) + (size_t)(r * heads + g);
         prepare_row(a, to, x, kv_head, index);
         if (to->quantized) to->error[index] = quantization_error(a, to, index, key_norm);
@@ -156,17 +156,17 @@ kvedge_queries kvedge_queries_of(const kvedge_attention *a, int64_t block, int s
   return q;
 }
 
-kvedge_queries kvedge_queries_for(const kvedge_attention *a, const kvedge_row_block *block, int slot) {
-  kvedge_queries q = kvedge_queries_of(a, block->index, slot);
-  if (kvedge_slices_prepare(a)) prepare_block(a, block, &q);
+kvedge_queries kvedge_queries_for(const kvedge_attention *a, const kvedge_slice_place *place, int slot) {
+  kvedge_queries q = kvedge_queries_of(a, place->block.index, slot);
+  if (kvedge_slices_prepare(a)) prepare_place(a, place, &q);
   return q;
 }
 
 void kvedge_prepare_queries(const kvedge_attention *a) {
   if (kvedge_slices_prepare(a)) return;
   for (int64_t i = 0; i < a->num_row_blocks; i++) {
-    const kvedge_row_block block = kvedge_row_block_of(a, i);
+    const kvedge_slice_place all = {.block = kvedge_row_block_of(a, i), .num_kv_heads = a->view.num_kv_heads};
     kvedge_queries q = kvedge_queries_of(a, i, 0);
-    prepare_block(a, &block, &q);
+    prepare_place(a, &all, &q);
   }
 }

@@ -14,6 +14,7 @@
 /* Where a chunk stands. Chunks count attended tokens, sinks first. */
 typedef struct {
   kvedge_attended attended;
+  int kv_head, num_kv_heads;
   int64_t next, stop; /* in attended tokens */
   int segment;        /* that of the last tile, and its first token */
   int64_t segment_start;
@@ -51,6 +52,7 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   const int64_t i = cursor->next;
   token_tile tile;
   clear_tile(&tile);
+  tile.kv_head = cursor->kv_head, tile.num_kv_heads = cursor->num_kv_heads;
   if (i >= cursor->stop) return tile;
   int in_sinks = i < cursor->attended.sinks;
   tile.token = in_sinks ? i : i - cursor->attended.sinks + cursor->attended.first;
@@ -83,11 +85,12 @@ static int64_t tokens_before_chunk(const kvedge_attention *a, int64_t total, int
   return chunk >= a->chunks_per_block ? total : tiles * chunk / a->chunks_per_block * a->tile;
 }
 
-static tile_cursor start_of_chunk(const kvedge_attention *a, const kvedge_row_block *block, int64_t chunk) {
-  tile_cursor cursor = {.attended = kvedge_attended_tokens(a, block)};
+static tile_cursor start_of_slice(const kvedge_attention *a, const kvedge_slice_place *of) {
+  tile_cursor cursor = {
+      .attended = kvedge_attended_tokens(a, &of->block), .kv_head = of->kv_head, .num_kv_heads = of->num_kv_heads};
   int64_t total = cursor.attended.sinks + cursor.attended.stop - cursor.attended.first;
-  cursor.next = tokens_before_chunk(a, total, chunk);
-  cursor.stop = tokens_before_chunk(a, total, chunk + 1);
+  cursor.next = tokens_before_chunk(a, total, of->chunk);
+  cursor.stop = tokens_before_chunk(a, total, of->chunk + 1);
   return cursor;
 }
 
@@ -106,46 +109,52 @@ static token_tile first_tile(const kvedge_cache_view *view, kvedge_slice of) {
   token_tile none;
   clear_tile(&none);
   if (!of.attention || !lie_alike(view, &of.attention->view)) return none;
-  const kvedge_row_block block = kvedge_row_block_of(of.attention, of.slice / of.attention->chunks_per_block);
-  tile_cursor cursor = start_of_chunk(of.attention, &block, of.slice % of.attention->chunks_per_block);
+  const kvedge_slice_place place = kvedge_place_of(of.attention, of.slice);
+  tile_cursor cursor = start_of_slice(of.attention, &place);
   return next_tile(of.attention, &cursor);
 }
 
 /* ---- A slice --------------------------------------------------------------------------------- */
 
-static void clear_partial(const kvedge_attention *a, kvedge_partial *partial) {
-  const size_t states = (size_t)a->view.num_kv_heads * (size_t)a->query_rows;
-  for (size_t i = 0; i < states; i++) {
+static void clear_partial(const kvedge_attention *a, const kvedge_slice_place *of, kvedge_partial *partial) {
+  const size_t first = kvedge_query_index(a, of->kv_head), states = kvedge_query_index(a, of->num_kv_heads);
+  for (size_t i = first; i < first + states; i++) {
     partial->max[i] = -FLT_MAX;
     partial->sum[i] = 0.0f;
   }
-  memset(partial->acc, 0, states * (size_t)a->acc_stride * sizeof *partial->acc);
+  const size_t stride = (size_t)a->acc_stride;
+  memset(partial->acc + first * stride, 0, states * stride * sizeof *partial->acc);
 }
 
 void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice following, int slot, kvedge_workspace *w,
                       const volatile int *stop) {
   const kvedge_cache_view *view = &a->view;
-  const kvedge_row_block block = kvedge_row_block_of(a, slice / a->chunks_per_block);
+  const kvedge_slice_place place = kvedge_place_of(a, slice);
+  const int stop_head = place.kv_head + place.num_kv_heads;
   kvedge_partial partial = kvedge_partial_at(a, slot);
-  w->queries = kvedge_queries_for(a, &block, slot);
-  clear_partial(a, &partial);
-  tile_cursor cursor = start_of_chunk(a, &block, slice % a->chunks_per_block);
-  token_tile tile = next_tile(a, &cursor);
+  w->queries = kvedge_queries_for(a, &place, slot);
+  clear_partial(a, &place, &partial);
+  tile_cursor cursor = start_of_slice(a, &place);
+  token_tile tile = next_tile(a, &cursor), none;
+  clear_tile(&none);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     const int last = cursor.next >= cursor.stop;
     const token_tile next = last ? first_tile(view, following) : next_tile(a, &cursor);
-    const int masking = kvedge_needs_masking(a, &block, &tile);
-    kvedge_fetch_rest(view, &tile, &next);
+    const int masking = kvedge_needs_masking(a, &place.block, &tile);
+    /* What is prefetched are all heads of a tile, in the order of memory. */
+    const token_tile *to_prefetch = place.num_kv_heads == view->num_kv_heads ? &next : &none;
+    if (to_prefetch == &next) kvedge_fetch_rest(view, &tile, &next);
     w->scales[KEYS].count = w->scales[VALUES].count = 0;
-    for (int kv_head = 0, num; kv_head < view->num_kv_heads; kv_head += num) {
+    for (int kv_head = place.kv_head, num; kv_head < stop_head; kv_head += num) {
       head_tile heads[KVEDGE_HEADS];
-      num = view->num_kv_heads - kv_head < a->heads_per_step ? view->num_kv_heads - kv_head : a->heads_per_step;
+      num = stop_head - kv_head < a->heads_per_step ? stop_head - kv_head : a->heads_per_step;
       for (int j = 0; j < num; j++) {
         head_tile *h = &heads[j];
-        h->tile = &tile, h->block = &block, h->kv_head = kv_head + j, h->queries = &w->queries, h->masking = masking;
-        kvedge_share_next(view, &next, a->batches_heads ? num : 1, j, h);
+        h->tile = &tile, h->block = &place.block, h->kv_head = kv_head + j, h->queries = &w->queries,
+        h->masking = masking;
+        kvedge_share_next(view, to_prefetch, a->batches_heads ? num : 1, j, h);
       }
-      kvedge_step(a, heads, num, &next, &partial, w);
+      kvedge_step(a, heads, num, to_prefetch, &partial, w);
     }
     if (last) break;
     tile = next;
@@ -156,10 +165,10 @@ size_t kvedge_workspace_bytes(void) { return kvedge_align(sizeof(workspace)); }
 
 void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_cache_view *view = &a->view;
-  tile_cursor cursor = {.attended = {.stop = view->len}, .stop = view->len};
+  tile_cursor cursor = {.attended = {.stop = view->len}, .num_kv_heads = view->num_kv_heads, .stop = view->len};
   workspace *w = a->workspace;
-  const kvedge_row_block block = {.count = a->num_rows};
-  w->queries = kvedge_queries_for(a, &block, 0);
+  const kvedge_slice_place all = {.block = {.count = a->num_rows}, .num_kv_heads = view->num_kv_heads};
+  w->queries = kvedge_queries_for(a, &all, 0);
   for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
     w->scales[KEYS].count = 0;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {

@@ -113,7 +113,7 @@ static size_t plan_request(const kvedge_request *r, int num_threads, kvedge_atte
   kvedge_attention_plan(a, r, 0, r->num_rows);
   a->query_stays = 1;
   a->num_refits = num_threads < a->num_row_blocks ? num_threads : a->num_row_blocks;
-  *num_slots = a->chunks_per_block == 1 ? a->num_refits : a->num_row_blocks * a->chunks_per_block;
+  *num_slots = a->most_chunks == 1 ? a->num_refits : a->num_row_blocks * a->most_chunks;
   return kvedge_attention_lay_out(a, NULL, *num_slots);
 }
 
@@ -200,7 +200,7 @@ static int set_up(filling *f, kvedge_slices *of, const kvedge_request *r, joined
   plan->attention = kvedge_attention_set_up(&planned, f->memory + f->used, num_slots);
   plan->joined = joined;
   plan->first_slice = of->num_slices;
-  plan->num_slices = planned.num_row_blocks * planned.chunks_per_block;
+  plan->num_slices = kvedge_num_slices(&planned);
   atomic_init(&plan->num_left, plan->num_slices);
   of->num_slices += plan->num_slices;
   f->used += needed;
@@ -298,11 +298,12 @@ void kvedge_slices_run(kvedge_slices *of, int slice, int next, int thread) {
     const slice_plan *of_next = plan_of_slice(of, next);
     following = (kvedge_slice){of_next->attention, next - of_next->first_slice};
   }
-  const int index = slice - plan->first_slice, slot = a->num_slots == plan->num_slices ? index : thread;
+  const int index = slice - plan->first_slice, slot = a->num_slots < plan->num_slices ? thread : index;
+  const int refit = a->num_refits < plan->num_slices ? thread : index;
   kvedge_slice_run(a, index, following, slot, w, NULL);
   const int runs_alone = a->chunks_per_block == 1;
   joined_calls *joined = plan->joined;
-  if (runs_alone) kvedge_slice_collect(a, index, slot, slot, w);
+  if (runs_alone) kvedge_slice_collect(a, index, slot, refit, w);
   if ((runs_alone && !joined) || !was_last(&plan->num_left)) return;
   for (int i = 0; i < plan->num_slices && !runs_alone; i++) kvedge_slice_collect(a, i, i, 0, w);
   if (joined && was_last(&joined->num_left))

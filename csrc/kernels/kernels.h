@@ -205,9 +205,9 @@ typedef struct {
   /* Bytes of keys of one head, and as many of values, that a tile has at most: what is read again for further queries
    * should stay in the first-level cache. Larger tiles cost less per token. */
   int step_bytes;
-  /* Work from which on other threads are woken for it, which takes some 50 us: bytes read, times 3 + the queries that
-   * meet each of them. (Reading one costs as much as the products of about three queries with it.) */
-  int parallel_work;
+  /* Work of a microsecond: bytes read, times 3 + the queries that meet each of them. (Reading one costs as much as the
+   * products of about three queries with it.) */
+  int work_per_us;
 } kvedge_tuning;
 
 /* Rows of floats and of scales. */

@@ -85,8 +85,7 @@ static void run_task(void *context, int task, int next, int slot, int thread, co
 
 kvedge_status kvedge_state_run(kvedge_state_task *run, const void *context, int num_tasks, int64_t work,
                                int num_threads) {
-  if (num_threads == 0) num_threads = kvedge_get_num_threads();
-  if (work < kvedge_active()->tuning.parallel_work) num_threads = 1;
+  num_threads = kvedge_threads_for((double)work / kvedge_active()->tuning.work_per_us, num_threads);
   const int threads = kvedge_job_threads(num_threads, num_tasks);
   const size_t head = kvedge_align(sizeof(state_job));
   kvedge_job *job = kvedge_job_take(head + (size_t)threads * sizeof(kvedge_state_memory));

@@ -1,4 +1,4 @@
-/* The one place with threads: a pool of helpers that sleep between calls. */
+/* The one place with threads: a pool of helpers, or an executor of the caller's. */
 #ifndef KVEDGE_PARALLEL_H
 #define KVEDGE_PARALLEL_H
 
@@ -26,6 +26,10 @@ typedef struct {
 typedef struct kvedge_job kvedge_job;
 kvedge_job *kvedge_job_take(size_t bytes);
 void *kvedge_job_memory(kvedge_job *job); /* aligned to 64 bytes */
+
+/* How many threads, num_threads at most (0: the default), a call should use that takes one thread `us` microseconds: 1
+ * where others would come too late to help. */
+int kvedge_threads_for(double us, int num_threads);
 
 /* Threads that a job of so many tasks may have, with num_threads at most. */
 int kvedge_job_threads(int num_threads, int num_tasks);

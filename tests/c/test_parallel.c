@@ -113,9 +113,9 @@ enum { HEADS = 8, KV_HEADS = 2, DIM = 64, OUT = HEADS * DIM };
 static int len;
 
 static int tokens_for_threads(void) {
-  const int work_of_token = 2 * KV_HEADS * DIM * (3 + HEADS / KV_HEADS); /* as kvedge_tuning.parallel_work has it */
+  const int work_of_token = 2 * KV_HEADS * DIM * (3 + HEADS / KV_HEADS); /* as kvedge_tuning.work_per_us has it */
   CHECK(kvedge_isa_ready() == KVEDGE_OK);
-  return kvedge_active()->tuning.parallel_work / work_of_token + KVEDGE_TILE;
+  return (int)(200 * (int64_t)kvedge_active()->tuning.work_per_us / work_of_token) + KVEDGE_TILE;
 }
 
 static kvedge_layer *new_layer(void) {

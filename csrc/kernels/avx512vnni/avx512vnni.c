@@ -313,7 +313,7 @@ static void weighted_sum_of_blocks_avx512vnni(const kvedge_probabilities *p, con
 const kvedge_kernels kvedge_kernels_avx512vnni = {
     .name = "avx512vnni",
     /* Keys are read once, for all queries; values are kept as they are needed. */
-    .tuning = {.step_bytes = 64 << 10, .parallel_work = 11 << 20},
+    .tuning = {.step_bytes = 64 << 10, .work_per_us = 80000},
     .cells = {[KVEDGE_INT8] = INT8_CELL,
                [KVEDGE_INT4] = {.encode_query = encode_query_of_int4_avx512vnni,
                                .scores = scores_int4_avx512vnni,

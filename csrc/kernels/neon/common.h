@@ -444,7 +444,7 @@ static const kvedge_state_kernels path_states = KVEDGE_STATE_KERNELS;
 #define KVEDGE_NEON_TABLE(isa_name, int8_cell, int4_cell, of_runs, of_blocks, multiplied)                              \
   {                                                                                                                    \
       .name = isa_name,                                                                                                \
-      .tuning = {.step_bytes = 16 << 10, .parallel_work = 3 << 20 /* not measured */},                                 \
+      .tuning = {.step_bytes = 16 << 10, .work_per_us = 12000},                                 \
       .cells = {[KVEDGE_INT8] = int8_cell,                                                                             \
                  [KVEDGE_INT4] = int4_cell,                                                                             \
                  [KVEDGE_FLOAT32] = KVEDGE_NEON_CELL(float32),                                                          \
