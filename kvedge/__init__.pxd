@@ -321,4 +321,12 @@ cdef extern from "kvedge.h" nogil:
 
     kvedge_status kvedge_set_num_threads(int num_threads)
     int kvedge_get_num_threads()
+    kvedge_status kvedge_set_lookout(int us)
+
+    ctypedef struct kvedge_executor:
+        void (*run)(void *data, void (*task)(void *context, int thread), void *context)
+        int (*num_threads)(void *data)
+        void *data
+
+    kvedge_status kvedge_set_executor(const kvedge_executor *executor)
     void kvedge_quiesce()

@@ -22,8 +22,10 @@ __all__ = ["default_num_threads", "get_num_threads", "set_num_threads"]
 
 VARIABLE = "KVEDGE_NUM_THREADS"
 
+_MOST_LOOKOUT = 1000  # microseconds
+
 _num_threads: int | None = None  # None until someone asks or sets
-_listener: Callable[[int], None] | None = None  # the backend, which keeps its own copy in C
+_listener: Callable[[int, int], None] | None = None  # the backend, which keeps its own copy in C
 
 
 def lock_over_forks() -> threading.Lock:
@@ -75,15 +77,26 @@ def set_num_threads(num_threads: int | None) -> None:
         count = _checked(num_threads, "num_threads")
     with _setting:
         if _listener is not None:
-            _listener(count)
+            _listener(count, _lookout(count))
         _num_threads = count
 
 
-def on_change(listener: Callable[[int], None]) -> None:
-    """Tell ``listener`` the number of threads, now and whenever it changes (for the backend)."""
+def on_change(listener: Callable[[int, int], None]) -> None:
+    """Tell ``listener`` the number of threads, now and whenever it changes (for the backend).
+
+    The second number: for how many microseconds they look out for the next call.
+    """
     global _listener
     _listener = listener
-    listener(get_num_threads())
+    if _num_threads is None:
+        set_num_threads(None)
+    else:
+        listener(_num_threads, _lookout(_num_threads))
+
+
+def _lookout(num_threads: int) -> int:
+    """Return 0 where threads that look out would take processor time from those that work."""
+    return _MOST_LOOKOUT if num_threads <= default_num_threads() else 0
 
 
 def default_num_threads(root: str | os.PathLike[str] = "/") -> int:

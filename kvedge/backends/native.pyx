@@ -107,11 +107,6 @@ def isa_available():
     return [name for name in isa_compiled() if kvedge_isa_available(name.encode(), NULL)]
 
 
-def set_num_threads(int num_threads):
-    """Set how many threads a call uses by default; kvedge.set_num_threads checks the number."""
-    kvedge_set_num_threads(num_threads)
-
-
 def read_bandwidth(int num_threads, int megabytes=512, int repeats=3):
     """Bytes per second that `num_threads` threads read from memory, best of `repeats` passes.
 
@@ -174,6 +169,7 @@ cdef inline object _empty(int ndim, cnp.npy_intp *shape):
     return cnp.PyArray_EMPTY(ndim, shape, cnp.NPY_FLOAT32, 0)
 
 
+include "native_threads.pxi"
 include "native_arrays.pxi"
 
 
@@ -1093,14 +1089,14 @@ def bind():
     """
     global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
     global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
-    global Parts, _batch, arrays, checks, empty_parts, kept_rows, layer_keys, memory, ranges_of, refuse, room, query_turns
+    global Parts, _batch, arrays, checks, empty_parts, kept_rows, layer_keys, memory, openmp, ranges_of, refuse, room, query_turns
     global to_float32, partial, replace, turned, turned_back_next
     from dataclasses import replace
     from functools import partial
     from inspect import signature
 
     from kvedge import batch as _batch
-    from kvedge.core import arrays, checks, memory
+    from kvedge.core import arrays, checks, memory, openmp
     from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.options import AttendOptions
     from kvedge.errors import (

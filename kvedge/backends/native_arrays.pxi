@@ -42,6 +42,8 @@ cdef bint _find_torch():
     tensor, strided = torch.Tensor, torch.strided
     with cython.critical_section(_torch):  # of two threads that found it, the first is heard
         if _torch.tensor is None:
+            if _team is None:
+                use_openmp(openmp.find_team(torch))
             _torch.types, _torch.strided, _torch.tensor = types, strided, tensor
     return True
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvedge import c_library, threads
 from kvedge._version import __version__
-from kvedge.core import registry
+from kvedge.core import openmp, registry
 from kvedge.errors import BackendUnavailableError, UnsupportedIsaError
 
 __all__ = [
@@ -122,6 +122,8 @@ def _start() -> tuple[str, ModuleType, str | None]:
     if name == "native":
         module.select_isa(_isa_asked)
         threads.on_change(module.set_num_threads)
+        if openmp.threads_wanted() == "openmp":
+            module.use_openmp(openmp.find_team())  # else torch's, when a tensor comes
     else:
         threads.get_num_threads()  # a bad KVEDGE_NUM_THREADS is told here as well
         if _isa_asked is not None:
@@ -160,13 +162,15 @@ def isa_info() -> dict[str, Any]:
         ``backend``: ``"native"`` or ``"numpy"``. ``isa``: the kernels in use, such as
         ``"avx512vnni"``; ``"numpy"`` for that backend. ``available``: all that this CPU can run.
         ``compiled``: all in this build. ``forced``: whether KVEDGE_ISA chose. ``num_threads``: the
-        most threads one call uses by default. ``precision_bits``: those of
+        most threads one call uses by default. ``openmp``: the file of the OpenMP library, such as
+        torch's, whose threads they are; None: they are kvedge's own. ``precision_bits``: those of
         ``attend(precision_bits=)`` that the kernels in use have for int8 and int4; others count as
         the next more. ``huge_pages``: the system's policy for transparent
         huge pages (``"always"``, ``"madvise"``, ``"never"``; None where there is none).
         ``reason``: why the backend is NumPy, else None.
     """
     native = backend == "native"
+    team = _module.openmp_team() if native else None
     return {
         "backend": backend,
         "isa": _module.isa_name() if native else "numpy",
@@ -174,6 +178,7 @@ def isa_info() -> dict[str, Any]:
         "compiled": list(_module.isa_compiled()) if native else ["numpy"],
         "forced": native and _isa_asked is not None,
         "num_threads": threads.get_num_threads(),
+        "openmp": team.path if team else None,
         "precision_bits": list(_PRECISION_BITS[_module.isa_name() if native else "numpy"]),
         "huge_pages": _huge_page_policy(),
         "reason": _reason,

@@ -8,6 +8,7 @@ import platform
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ EXTRAS = {
     "bench": ("llama_cpp",),
 }
 
-_VARIABLES = ("KVEDGE_BACKEND", "KVEDGE_ISA", "KVEDGE_NUM_THREADS")
+_VARIABLES = ("KVEDGE_BACKEND", "KVEDGE_ISA", "KVEDGE_NUM_THREADS", "KVEDGE_THREADS")
 _COMPILERS = ("cc", "gcc", "clang", "cl")
 
 
@@ -110,6 +111,7 @@ def collect(
         "isa_compiled": isa["compiled"],
         "isa_forced": isa["forced"],
         "num_threads": isa["num_threads"],
+        "openmp": isa["openmp"],
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -196,6 +198,14 @@ def _best(isa: Mapping[str, Any]) -> str:
     return str(isa["available"][-1])
 
 
+def _whose_threads(facts: Mapping[str, Any]) -> str:
+    if facts["openmp"]:
+        return f"of OpenMP: {Path(facts['openmp']).name}"
+    if facts["backend"] == "numpy" or facts["environment"].get("KVEDGE_THREADS") == "own":
+        return "kvedge's own"
+    return "kvedge's own; torch's with its tensors"
+
+
 def _kvedge_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     forced = " (KVEDGE_ISA)" if facts["isa_forced"] else ""
     installed = [name for name, there in facts["extras"].items() if there]
@@ -205,7 +215,7 @@ def _kvedge_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("instruction set", facts["isa"] + forced),
         ("sets this CPU can run", ", ".join(facts["isa_available"])),
         ("sets compiled in", ", ".join(facts["isa_compiled"])),
-        ("threads", str(facts["num_threads"])),
+        ("threads", f"{facts['num_threads']}, {_whose_threads(facts)}"),
         ("extras installed", ", ".join(installed) or "none"),
         ("llama.cpp", _llama_cpp_text(facts["llama_cpp"])),
         ("Python, NumPy", f"{facts['python']}, {facts['numpy']}"),
