@@ -213,22 +213,24 @@ char *kvedge_parts_take_room(kvedge_request *requests, int num_parts, char *room
 
 static void merge_row(const kvedge_attention_call *call, const kvedge_request *requests, int num_parts, int64_t row,
                       int head) {
+  const kvedge_row_kernels *rows = kvedge_active()->rows;
   const int dim = requests->view.side[VALUES].shape.dim;
   const int64_t at = row * requests->num_heads + head;
-  double largest = -INFINITY, total = 0.0, sum[KVEDGE_MAX_HEAD_DIM];
-  float merged[KVEDGE_MAX_HEAD_DIM];
+  double largest = -INFINITY, total = 0.0;
+  float room[KVEDGE_MAX_HEAD_DIM];
+  const int is_float32 = call->out.type == KVEDGE_TYPE_FLOAT32;
+  void *out = kvedge_array_at(&call->out, row, head);
+  float *merged = is_float32 ? out : room;
   for (int i = 0; i < num_parts; i++) largest = fmax(largest, requests[i].log_sums[at]);
-  for (int d = 0; d < dim; d++) sum[d] = 0.0;
-  for (int i = 0; i < num_parts && largest > -INFINITY; i++) {
-    const double weight = exp(requests[i].log_sums[at] - largest);
-    const float *part = (const float *)kvedge_array_at(&requests[i].out, row, head);
-    total += weight;
-    for (int d = 0; d < dim; d++) sum[d] += weight * part[d];
+  for (int i = 0; i < num_parts && largest > -INFINITY; i++) total += exp(requests[i].log_sums[at] - largest);
+  memset(merged, 0, (size_t)dim * sizeof *merged);
+  for (int i = 0; i < num_parts && total > 0.0; i++) {
+    const float weight = (float)(exp(requests[i].log_sums[at] - largest) / total);
+    rows->merge_row(merged, 1.0f, (const float *)kvedge_array_at(&requests[i].out, row, head), weight, dim);
   }
-  for (int d = 0; d < dim; d++) merged[d] = total > 0.0 ? kvedge_bounded((float)(sum[d] / total)) : 0.0f;
-  char *out = kvedge_array_at(&call->out, row, head);
-  if (call->out.type == KVEDGE_TYPE_FLOAT32) memcpy(out, merged, (size_t)dim * sizeof *merged);
-  else kvedge_narrow(call->out.type, merged, dim, out);
+  if (rows->abs_max_bits(merged, (size_t)dim) >= KVEDGE_NOT_FINITE) /* by rounding */
+    for (int d = 0; d < dim; d++) merged[d] = kvedge_bounded(merged[d]);
+  if (!is_float32) kvedge_narrow(call->out.type, merged, dim, out);
   if (call->lse) call->lse[at] = total > 0.0 ? kvedge_bounded((float)(largest + log(total))) : -INFINITY;
 }
 

@@ -101,12 +101,21 @@ static int plan_tile(const kvedge_attention *a) {
   return round_to_blocks(a, tile < most ? tile : most);
 }
 
+/* Microseconds that a row block takes one thread for a token, about. */
+static double us_of_token(const kvedge_attention *a) {
+  int64_t work = 0;
+  for (int s = 0; s < SIDES; s++) {
+    const kvedge_view_side *side = &a->view.side[s];
+    const int64_t channels = (int64_t)a->view.num_kv_heads * side->shape.dim; /* to unpack few bits takes as long */
+    work += side->token_bytes > channels ? side->token_bytes : channels;
+  }
+  return (double)(work * (3 + a->query_rows)) / a->kernels->tuning.work_per_us;
+}
+
 double kvedge_attention_us(const kvedge_attention *a) {
   const kvedge_row_block last = kvedge_row_block_of(a, a->num_row_blocks - 1);
   const kvedge_attended seen = kvedge_attended_tokens(a, &last);
-  const ptrdiff_t of_token = a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes;
-  const double bytes = (double)(seen.sinks + seen.stop - seen.first) * a->num_row_blocks * (double)of_token;
-  return bytes * (3 + a->query_rows) / a->kernels->tuning.work_per_us;
+  return us_of_token(a) * (double)(seen.sinks + seen.stop - seen.first) * a->num_row_blocks;
 }
 
 /* Tokens that a row block sees, at most. */
@@ -120,7 +129,7 @@ static int64_t tokens_seen(const kvedge_attention *a) {
 static int plan_chunks(const kvedge_attention *a) {
   const int64_t seen = tokens_seen(a), most_tiles = seen / a->tile;
   const ptrdiff_t of_token = a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes;
-  const double us = (double)seen * (double)of_token * (3 + a->query_rows) / a->kernels->tuning.work_per_us;
+  const double us = us_of_token(a) * (double)seen;
   const int steps = (a->view.num_kv_heads + a->heads_per_step - 1) / a->heads_per_step;
   int64_t wanted = seen * of_token / CHUNK_BYTES, least = LEAST_SLICES / steps / a->num_row_blocks;
   if (least > (int64_t)(us / LEAST_CHUNK_US)) least = (int64_t)(us / LEAST_CHUNK_US);
