@@ -313,10 +313,14 @@ static kvedge_status check_tokens(const kvedge_layer *layer, const token_rows *r
   return status;
 }
 
-static void store_tokens(kvedge_layer *layer, const token_rows *rows, const kvedge_bounds *bound) {
+static void store_rows(const kvedge_layer *layer, const token_rows *rows) {
   const int64_t row = row_of(layer, rows->position);
   kvedge_rows_store(&layer->keys, &rows->keys, rows->num_tokens, row);
   kvedge_rows_store(&layer->values, &rows->values, rows->num_tokens, row);
+}
+
+static void store_tokens(kvedge_layer *layer, const token_rows *rows, const kvedge_bounds *bound) {
+  store_rows(layer, rows);
   kvedge_raise_bound(&layer->key_bound, bound->keys);
   kvedge_raise_bound(&layer->value_bound, bound->values);
 }
@@ -336,11 +340,60 @@ static void append_checked(kvedge_layer *layer, const token_rows *rows, const kv
   set_appended(layer, rows->position + rows->num_tokens);
 }
 
-static kvedge_status write_chunk(kvedge_layer *layer, const token_rows *rows) {
-  kvedge_bounds bound;
-  const kvedge_status status = check_tokens(layer, rows, &bound);
-  if (status == KVEDGE_OK) store_tokens(layer, rows, &bound);
-  return status;
+/* Tokens first..stop-1 of some, chunk by chunk; raises their bound. */
+static kvedge_status write_chunks(const kvedge_layer *layer, const token_rows *rows, int64_t first, int64_t stop,
+                                  int64_t chunk, kvedge_bounds *bound) {
+  for (int64_t done = first, count; done < stop; done += count) {
+    kvedge_bounds of_chunk;
+    count = chunk < stop - done ? chunk : stop - done;
+    const token_rows some = tokens_from(rows, done, count);
+    const kvedge_status status = check_tokens(layer, &some, &of_chunk);
+    if (status != KVEDGE_OK) return status;
+    store_rows(layer, &some);
+    bound->keys = bound->keys > of_chunk.keys ? bound->keys : of_chunk.keys;
+    bound->values = bound->values > of_chunk.values ? bound->values : of_chunk.values;
+  }
+  return KVEDGE_OK;
+}
+
+enum {
+  VALUES_PER_US = 1500, /* that are checked and stored, about */
+  MOST_WRITE_TASKS = 64,
+};
+
+typedef struct {
+  const kvedge_layer *layer;
+  const token_rows *rows;
+  int64_t chunk, of_task; /* tokens */
+  kvedge_status status[MOST_WRITE_TASKS];
+  kvedge_bounds bound[MOST_WRITE_TASKS];
+} write_work;
+
+static void write_task(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
+  write_work *w = context;
+  (void)next, (void)slot, (void)thread, (void)stop;
+  const int64_t first = task * w->of_task, left = w->rows->num_tokens - first;
+  w->bound[task] = (kvedge_bounds){0.0f, 0.0f};
+  w->status[task] = write_chunks(w->layer, w->rows, first, first + (left < w->of_task ? left : w->of_task), w->chunk,
+                                 &w->bound[task]);
+}
+
+/* The same on several threads. The error is that of the first tokens that have one. */
+static kvedge_status write_on_threads(const kvedge_layer *layer, const token_rows *rows, int64_t chunk, int threads,
+                                      kvedge_bounds *bound) {
+  const int64_t chunks = (rows->num_tokens + chunk - 1) / chunk;
+  const int64_t of_task = (chunks + MOST_WRITE_TASKS - 1) / MOST_WRITE_TASKS * chunk;
+  write_work w = {.layer = layer, .rows = rows, .chunk = chunk, .of_task = of_task};
+  const int num_tasks = (int)((rows->num_tokens + of_task - 1) / of_task);
+  kvedge_job *job = kvedge_job_take(1);
+  if (!job) return write_chunks(layer, rows, 0, rows->num_tokens, chunk, bound);
+  kvedge_job_run(job, (kvedge_work){.context = &w, .num_tasks = num_tasks, .once = 1, .run = write_task}, threads);
+  for (int i = 0; i < num_tasks; i++) {
+    if (w.status[i] != KVEDGE_OK) return w.status[i];
+    bound->keys = bound->keys > w.bound[i].keys ? bound->keys : w.bound[i].keys;
+    bound->values = bound->values > w.bound[i].values ? bound->values : w.bound[i].values;
+  }
+  return KVEDGE_OK;
 }
 
 /* Arguments, and room. */
@@ -363,12 +416,14 @@ static kvedge_status write_tokens(kvedge_layer *layer, const token_rows *rows) {
   const int64_t token = layer->config.num_kv_heads * channels, num_tokens = rows->num_tokens;
   int64_t chunk = overwrites ? num_tokens : 2 * CHUNK_VALUES / token + 1;
   chunk = (chunk + unit - 1) & -unit;
-  for (int64_t done = 0; done < num_tokens; done += chunk) {
-    if (chunk > num_tokens - done) chunk = num_tokens - done;
-    const token_rows part = tokens_from(rows, done, chunk);
-    status = write_chunk(layer, chunk == num_tokens ? rows : &part);
-    if (status != KVEDGE_OK) return status;
-  }
+  const double us = (double)(num_tokens * token) / VALUES_PER_US;
+  const int threads = chunk < num_tokens ? kvedge_threads_for(us, 0) : 1;
+  kvedge_bounds bound = {0.0f, 0.0f};
+  status = threads > 1 ? write_on_threads(layer, rows, chunk, threads, &bound)
+                       : write_chunks(layer, rows, 0, num_tokens, chunk, &bound);
+  if (status != KVEDGE_OK) return status;
+  kvedge_raise_bound(&layer->key_bound, bound.keys);
+  kvedge_raise_bound(&layer->value_bound, bound.values);
   kvedge_raise_written(layer, row_of(layer, rows->position) + num_tokens);
   return KVEDGE_OK;
 }

@@ -271,7 +271,7 @@ static void encode_run(kvedge_layer *layer, int64_t row, int64_t last_row) {
   for (int values = 0; values < 2; values++) {
     const kvedge_side *side = values ? &layer->values : &layer->keys;
     const kvedge_array rows = array_of_last(values ? &layer->last->values : &layer->last->keys, row - last_row);
-    kvedge_rows_store(side, &rows, KVEDGE_RUN, row);
+    kvedge_run_store(side, &rows, row);
     kvedge_raise_bound(values ? &layer->value_bound : &layer->key_bound,
                        kvedge_rows_bound(side, row, row + KVEDGE_RUN));
   }

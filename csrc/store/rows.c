@@ -8,6 +8,9 @@
 #include "store/rotation.h"
 #include "system/bits.h"
 #include "system/dispatch.h"
+#include "system/parallel.h"
+
+enum { KVEDGE_RUN_VALUES_PER_US = 300 }; /* that are encoded, about */
 
 static int is_mapped(const kvedge_side *side) { return side->offset || side->scale || side->rotated; }
 
@@ -71,22 +74,50 @@ static void rotate_run(const kvedge_side *side, const kvedge_array *rows, int64_
                            to);
 }
 
-static void store_runs(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at) {
+/* A head's part of the run that goes to row `at`. */
+static void store_head_of_run(const kvedge_side *side, const kvedge_array *rows, int64_t first, int head, int64_t at) {
   const int dim = side->shape.dim;
   float x[KVEDGE_RUN * KVEDGE_RUN_CHANNELS];
-  for (int64_t first = 0; first < num_tokens; first += KVEDGE_RUN)
-    for (int head = 0; head < side->num_kv_heads; head++) {
-      char *run = kvedge_codes_at(side, at + first) + (size_t)head * side->row_bytes;
-      kvedge_array of_group = kvedge_array_from(rows, first, head);
-      const ptrdiff_t group_bytes = KVEDGE_RUN_CHANNELS * kvedge_element_bytes(rows->type);
-      for (int d = 0; d < dim; d += KVEDGE_RUN_CHANNELS, of_group.data = (char *)of_group.data + group_bytes) {
-        const int count = dim - d < KVEDGE_RUN_CHANNELS ? dim - d : KVEDGE_RUN_CHANNELS;
-        if (side->rotated) rotate_run(side, rows, first, head, d, count, x);
-        else kvedge_array_copy(&of_group, KVEDGE_RUN, 1, count, x);
-        side->format->encode_run(&side->shape, x, d, count, run);
-      }
-    }
+  char *run = kvedge_codes_at(side, at) + (size_t)head * side->row_bytes;
+  kvedge_array of_group = kvedge_array_from(rows, first, head);
+  const ptrdiff_t group_bytes = KVEDGE_RUN_CHANNELS * kvedge_element_bytes(rows->type);
+  for (int d = 0; d < dim; d += KVEDGE_RUN_CHANNELS, of_group.data = (char *)of_group.data + group_bytes) {
+    const int count = dim - d < KVEDGE_RUN_CHANNELS ? dim - d : KVEDGE_RUN_CHANNELS;
+    if (side->rotated) rotate_run(side, rows, first, head, d, count, x);
+    else kvedge_array_copy(&of_group, KVEDGE_RUN, 1, count, x);
+    side->format->encode_run(&side->shape, x, d, count, run);
+  }
 }
+
+/* ---- A run on several threads ---------------------------------------------------------------- */
+
+typedef struct {
+  const kvedge_side *side;
+  const kvedge_array *rows;
+  int64_t at;
+} run_to_store;
+
+static void run_task(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
+  const run_to_store *of = context;
+  (void)next, (void)slot, (void)thread, (void)stop;
+  store_head_of_run(of->side, of->rows, 0, task, of->at);
+}
+
+void kvedge_run_store(const kvedge_side *side, const kvedge_array *rows, int64_t at) {
+  const double us = (double)KVEDGE_RUN * side->num_kv_heads * side->shape.dim / KVEDGE_RUN_VALUES_PER_US;
+  const int threads = kvedge_is_of_runs(side->format) ? kvedge_threads_for(us, 0) : 1;
+  kvedge_job *job = threads > 1 ? kvedge_job_take(sizeof(run_to_store)) : NULL;
+  if (!job) {
+    kvedge_rows_store(side, rows, KVEDGE_RUN, at);
+    return;
+  }
+  run_to_store *of = kvedge_job_memory(job);
+  *of = (run_to_store){side, rows, at};
+  kvedge_job_run(job, (kvedge_work){.context = of, .num_tasks = side->num_kv_heads, .once = 1, .run = run_task},
+                 threads);
+}
+
+/* ---- Rows ------------------------------------------------------------------------------------ */
 
 /* Some tokens of a run, all heads. */
 static void load_run(const kvedge_side *side, int64_t row, int count, float *out) {
@@ -101,7 +132,8 @@ void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_
   const int heads = side->num_kv_heads;
   if (num_tokens < 1) return;
   if (kvedge_is_of_runs(side->format)) {
-    store_runs(side, rows, num_tokens, at);
+    for (int64_t first = 0; first < num_tokens; first += KVEDGE_RUN)
+      for (int head = 0; head < heads; head++) store_head_of_run(side, rows, first, head, at + first);
     return;
   }
   char *codes = kvedge_codes_at(side, at), *scales = kvedge_scales_at(side, at);

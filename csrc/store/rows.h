@@ -35,6 +35,9 @@ kvedge_status kvedge_rows_check(const kvedge_side *side, const kvedge_array *row
 /* Stores tokens that passed the check, from row `at` on. */
 void kvedge_rows_store(const kvedge_side *side, const kvedge_array *rows, int64_t num_tokens, int64_t at);
 
+/* The same for a run, on the threads of calls where it takes long enough. */
+void kvedge_run_store(const kvedge_side *side, const kvedge_array *rows, int64_t at);
+
 /* Reads the tokens in rows start..stop-1 back. */
 void kvedge_rows_load(const kvedge_side *side, int64_t start, int64_t stop, float *out);
 
