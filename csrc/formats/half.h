@@ -11,20 +11,26 @@
 #define KVEDGE_HALF_MAX 65504.0f
 #define KVEDGE_HALF_OVERFLOW 65520.0f /* rounds to infinity, and what is above */
 
+/* One of two, by masks: compilers make no vector code of a branch that has an addition of floats. */
+static inline uint32_t kvedge_choose(int is_first, uint32_t first, uint32_t second) {
+  const uint32_t mask = 0u - (uint32_t)is_first;
+  return (first & mask) | (second & ~mask);
+}
+
 /* Any finite half, also subnormal ones: its exponent and mantissa in a float's place, brought to
  * a float's bias. Digits of a subnormal half are those after the point of 2^-14, which is taken
  * off: no denormal float is made, which a mode may flush. */
 static inline float kvedge_float_of_half(uint16_t half) {
   const uint32_t bits = (half & 0x7fffu) << 13;
   const float subnormal = kvedge_float_of_bits(bits + (113u << 23)) - 0x1p-14f;
-  const uint32_t magnitude = bits < 1u << 23 ? kvedge_bits_of_float(subnormal) : bits + (112u << 23);
+  const uint32_t magnitude = kvedge_choose(bits < 1u << 23, kvedge_bits_of_float(subnormal), bits + (112u << 23));
   return kvedge_float_of_bits(magnitude | (half & 0x8000u) << 16);
 }
 
 /* Any half, also infinities and NaNs. */
 static inline float kvedge_float_of_any_half(uint16_t half) {
-  uint32_t bits = kvedge_bits_of_float(kvedge_float_of_half(half));
-  return kvedge_float_of_bits((half & 0x7c00u) == 0x7c00u ? bits | 0x7f800000u : bits);
+  const uint32_t bits = kvedge_bits_of_float(kvedge_float_of_half(half));
+  return kvedge_float_of_bits(bits | kvedge_choose((half & 0x7c00u) == 0x7c00u, 0x7f800000u, 0));
 }
 
 /* The nearest half, ties to even, for |x| < KVEDGE_HALF_OVERFLOW. Adding 1/2 to what becomes a
@@ -33,7 +39,7 @@ static inline uint16_t kvedge_half_of_float(float x) {
   uint32_t bits = kvedge_bits_of_float(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
   uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
   uint32_t subnormal = kvedge_bits_of_float(kvedge_float_of_bits(magnitude) + 0.5f) - kvedge_bits_of_float(0.5f);
-  return (uint16_t)(sign | (magnitude < 0x38800000u ? subnormal : normal));
+  return (uint16_t)(sign | kvedge_choose(magnitude < 0x38800000u, subnormal, normal));
 }
 
 static inline float kvedge_float_of_bfloat(uint16_t bits) { return kvedge_float_of_bits((uint32_t)bits << 16); }

@@ -24,14 +24,17 @@
   static void encode_##format(const kvedge_row_shape *shape, const float *x, int64_t num_rows, void *codes,            \
                               void *scales) {                                                                          \
     (void)scales;                                                                                                      \
-    CODE *out = codes;                                                                                                 \
-    for (int64_t i = 0; i < num_rows * shape->dim; i++) out[i] = CODE_OF(x[i]);                                        \
+    CODE *restrict out = codes;                                                                                        \
+    const int64_t n = num_rows * shape->dim;                                                                           \
+    for (int64_t i = 0; i < n; i++) out[i] = CODE_OF(x[i]);                                                            \
   }                                                                                                                    \
   static void decode_##format(const kvedge_row_shape *shape, const void *codes, const void *scales, int64_t num_rows,  \
                               float *x) {                                                                              \
     (void)scales;                                                                                                      \
     const CODE *in = codes;                                                                                            \
-    for (int64_t i = 0; i < num_rows * shape->dim; i++) x[i] = FLOAT_OF(in[i]);                                        \
+    float *restrict out = x;                                                                                           \
+    const int64_t n = num_rows * shape->dim;                                                                           \
+    for (int64_t i = 0; i < n; i++) out[i] = FLOAT_OF(in[i]);                                                          \
   }                                                                                                                    \
   static CODE largest_##format(const kvedge_row_shape *shape, const CODE *in, int64_t num_rows) {                      \
     const CODE all_but_sign = (CODE) - 1 >> 1;                                                                         \
