@@ -149,6 +149,119 @@ static void test_thread_counts(void) {
   end();
 }
 
+/* Of slices that are cut by KV heads and chunks, of formats with and without runs, first and last tokens. */
+static void test_cuts(void) {
+  begin("the same however slices are cut");
+  const int formats[] = {KVEDGE_INT8, KVEDGE_INT4, KVEDGE_FLOAT16, KVEDGE_KIVI4, KVEDGE_KIVI4};
+  for (int i = 0; i < 30; i++) {
+    const int kv_heads = 1 + random_below(12), group = 1 + random_below(7), dim = 32 * (1 + random_below(4));
+    const int rows = 1 + random_below(3), heads = kv_heads * group, size = rows * heads * dim;
+    const int64_t work = 40 * (int64_t)kvedge_active()->tuning.work_per_us; /* of 40 us */
+    const int tokens = (int)(work / (2 * kv_heads * dim * (3 + group))) / 32 * 32 + 64;
+    const kvedge_layer_config config = {.capacity = tokens,
+                                        .num_kv_heads = kv_heads,
+                                        .head_dim = dim,
+                                        .format = formats[i % 5],
+                                        .recent = i % 5 == 4 ? 40 : 0,
+                                        .sinks = i % 5 == 4 ? 4 : 0};
+    float *x = random_floats((size_t)tokens * (size_t)(kv_heads * dim), 1.0f), *q = random_floats((size_t)size, 3.0f);
+    float *out = malloc(2 * (size_t)size * sizeof *out), *lse = malloc(2 * (size_t)(rows * heads) * sizeof *lse);
+    kvedge_layer *cut = NULL;
+    kvedge_attention_options options;
+    kvedge_attention_defaults(&options);
+    if (i % 3 == 1) options.window = tokens / 2, options.sink_tokens = 3;
+    if (i % 3 == 2) options.softcap = 20.0f, options.sink_logits = q;
+    CHECK(kvedge_layer_create(&config, NULL, &cut) == KVEDGE_OK && kvedge_layer_append(cut, x, x, tokens) == KVEDGE_OK);
+    CHECK(kvedge_attend(cut, q, rows, heads, &options, 1, out, lse) == KVEDGE_OK);
+    for (int threads = 2; threads < 20; threads += threads) {
+      CHECK(kvedge_attend(cut, q, rows, heads, &options, threads, out + size, lse + rows * heads) == KVEDGE_OK);
+      CHECK(memcmp(out, out + size, (size_t)size * sizeof *out) == 0);
+      CHECK(memcmp(lse, lse + rows * heads, (size_t)(rows * heads) * sizeof *lse) == 0);
+    }
+    kvedge_layer_destroy(cut), free(x), free(q), free(out), free(lse);
+  }
+  end();
+}
+
+/* ---- Threads of the process's own ---- */
+
+typedef struct {
+  int num_threads, late_ms; /* the last thread comes so late */
+  atomic_int num_runs;
+  void (*task)(void *context, int thread);
+  void *context;
+} team;
+
+typedef struct {
+  team *of;
+  int thread;
+} member;
+
+static void *run_member(void *argument) {
+  const member *m = argument;
+  if (m->of->late_ms) sleep_ms(m->of->late_ms);
+  m->of->task(m->of->context, m->thread);
+  return NULL;
+}
+
+static void run_team(void *data, void (*task)(void *context, int thread), void *context) {
+  team *of = data;
+  pthread_t threads[8];
+  member members[8];
+  atomic_fetch_add(&of->num_runs, 1);
+  of->task = task, of->context = context;
+  for (int i = 1; i < of->num_threads; i++) {
+    members[i] = (member){of, i};
+    CHECK(pthread_create(&threads[i], NULL, run_member, &members[i]) == 0);
+  }
+  task(context, 0);
+  for (int i = 1; i < of->num_threads; i++) pthread_join(threads[i], NULL);
+}
+
+static int team_size(void *data) { return ((const team *)data)->num_threads; }
+
+static void test_executor(void) {
+  begin("an executor");
+  team own = {.num_threads = 3, .late_ms = 2};
+  kvedge_executor executor = {run_team, NULL, &own};
+  CHECK(kvedge_set_executor(&executor) == KVEDGE_ERROR_ARGUMENT);
+  executor.num_threads = team_size;
+  CHECK(kvedge_set_executor(&executor) == KVEDGE_OK);
+  CHECK(attend_is_right(4));
+  CHECK(atomic_load(&own.num_runs) == 1);
+  for (int i = 0; i < 20; i++) CHECK(attend_is_right(4)); /* it was late: others do the work for 100 ms or more */
+  CHECK(atomic_load(&own.num_runs) <= 2);
+  CHECK(kvedge_set_executor(&executor) == KVEDGE_OK); /* tried again */
+  CHECK(attend_is_right(1));
+  const int before = atomic_load(&own.num_runs);
+  CHECK(attend_is_right(2));
+  CHECK(atomic_load(&own.num_runs) == before + 1);
+  fflush(stdout);
+  pid_t child = fork(); /* whose threads are not there */
+  if (child == 0) kill(getpid(), attend_is_right(4) && atomic_load(&own.num_runs) == before + 1 ? SIGKILL : SIGABRT);
+  int status;
+  CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+  CHECK(kvedge_set_executor(NULL) == KVEDGE_OK);
+  CHECK(attend_is_right(4) && atomic_load(&own.num_runs) == before + 1);
+  end();
+}
+
+/* Helpers sleep soon after the last call, and at once where there are more of them than processors. */
+static void test_lookout(void) {
+  begin("no helper works without a call");
+  CHECK(kvedge_set_lookout(-1) == KVEDGE_ERROR_ARGUMENT && kvedge_set_lookout(1001) == KVEDGE_ERROR_ARGUMENT);
+  for (int threads = 2; threads <= 64; threads *= 32) {
+    for (int i = 0; i < 50; i++) CHECK(attend_is_right(threads));
+    kvedge_quiesce();
+    sleep_ms(20);
+    const clock_t start = clock(); /* of all threads of the process */
+    sleep_ms(200);
+    CHECK(clock() - start < CLOCKS_PER_SEC / 10); /* one that looks out: a fifth */
+  }
+  CHECK(kvedge_set_lookout(0) == KVEDGE_OK && attend_is_right(2) && kvedge_set_lookout(1000) == KVEDGE_OK);
+  end();
+}
+
 static void *attend_often(void *unused) {
   intptr_t wrong = (intptr_t)unused;
   for (int i = 0; i < 20; i++) wrong += !attend_is_right(1 + i % 3);
@@ -317,6 +430,9 @@ int main(void) {
   CHECK(kvedge_attend(layer, query, 1, HEADS, NULL, 1, expected, NULL) == KVEDGE_OK);
   end();
   test_thread_counts();
+  test_cuts();
+  test_executor();
+  test_lookout();
   test_callers_beside_each_other();
   test_fork();
   test_rows_go_away();

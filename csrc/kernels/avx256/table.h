@@ -28,7 +28,7 @@ static uint64_t KVEDGE_NAME(multiply)(size_t n) {
 #define KVEDGE_TABLE(isa)                                                                                            \
   {                                                                                                                \
       .name = isa,                                                                                                 \
-      .tuning = {.step_bytes = 16 << 10, .work_per_us = 45000},                                                \
+      .tuning = {.step_bytes = 16 << 10, .work_per_us = 50000},                                                \
       .cells = {[KVEDGE_INT8] = KVEDGE_INT8_CELL,                                                                  \
                 [KVEDGE_INT4] = {.encode_query = KVEDGE_NAME(encode_query_int4),                                         \
                                  .scores = KVEDGE_NAME(scores_int4),                                               \

@@ -85,7 +85,7 @@ const float kvedge_dither[KVEDGE_TILE] = {DITHER_128(0), DITHER_128(1)};
 
 const kvedge_kernels kvedge_kernels_scalar = {
     .name = "scalar",
-    .tuning = {.step_bytes = 16 << 10, .work_per_us = 4000},
+    .tuning = {.step_bytes = 16 << 10, .work_per_us = 2000},
     .cells = {[KVEDGE_INT8] = INT8_CELL,
                [KVEDGE_INT4] = {.scores = scores_int4_scalar, .weighted_sum = weighted_sum_int4_scalar},
                [KVEDGE_FLOAT32] = KVEDGE_PORTABLE_CELL(float32)},
