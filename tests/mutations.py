@@ -98,9 +98,9 @@ MUTATIONS = [
     ),
     Mutation(
         "each chunk of a context lacks its last token",
-        "cursor.stop = tokens_before_chunk(a, total, chunk + 1);",
-        "cursor.stop = tokens_before_chunk(a, total, chunk + 1)"
-        " - (chunk + 1 < a->chunks_per_block);",
+        "cursor.stop = tokens_before_chunk(a, total, of->chunk + 1);",
+        "cursor.stop = tokens_before_chunk(a, total, of->chunk + 1)"
+        " - (of->chunk + 1 < a->chunks_per_block);",
         GRID,
     ),
     Mutation(

@@ -119,8 +119,8 @@ kvedge_status kvedge_set_lookout(int us) {
 
 /* A call begins: how far it is from the last one. A gap above the usual one raises it by a half, one below lowers it by a
  * sixteenth, so it comes to rest where nine of ten are below: the pause between tokens does not count. */
-static void note_gap(int64_t now) {
-  const int64_t gap = now - atomic_load_explicit(&calls.last_end, memory_order_relaxed);
+static void note_gap(int64_t time) {
+  const int64_t gap = time - atomic_load_explicit(&calls.last_end, memory_order_relaxed);
   int64_t usual = atomic_load_explicit(&calls.usual_gap, memory_order_relaxed);
   usual += gap > usual ? usual / 2 : -usual / 16;
   if (usual < 1000) usual = 1000;
@@ -321,16 +321,16 @@ static int look_out(void) {
   const int64_t start = nanoseconds(), most = lookout();
   if (start < atomic_load_explicit(&calls.asleep_until, memory_order_relaxed)) return seats_left() > 0;
   if (atomic_load_explicit(&calls.num_threads, memory_order_relaxed) > num_processors()) return seats_left() > 0;
-  for (int64_t now = start, before = start; now - start < most; before = now, now = nanoseconds()) {
-    if (now - before > AWAY) {
-      atomic_store_explicit(&calls.asleep_until, now + AWAY_PAUSE, memory_order_relaxed);
+  for (int64_t time = start, before = start; time - start < most; before = time, time = nanoseconds()) {
+    if (time - before > AWAY) {
+      atomic_store_explicit(&calls.asleep_until, time + AWAY_PAUSE, memory_order_relaxed);
       break;
     }
     for (int i = 0; i < 16; i++) {
       if (seats_left() > 0) return 1;
       pause_processor();
     }
-    if (now - start > PURE_SPIN) sched_yield();
+    if (time - start > PURE_SPIN) sched_yield();
   }
   return seats_left() > 0;
 }
@@ -406,9 +406,9 @@ kvedge_status kvedge_set_executor(const kvedge_executor *wanted) {
 }
 
 /* Takes the executor, if it is there and was not late just now. */
-static int take_executor(int64_t now) {
+static int take_executor(int64_t time) {
   int expected = 0;
-  if (!atomic_load(&executor.is_set) || now < atomic_load(&executor.retry_at)) return 0;
+  if (!atomic_load(&executor.is_set) || time < atomic_load(&executor.retry_at)) return 0;
   if (!atomic_compare_exchange_strong(&executor.is_busy, &expected, 1)) return 0;
   if (atomic_load(&executor.is_set)) return 1;
   atomic_store(&executor.is_busy, 0);
@@ -463,15 +463,15 @@ static void close_job(kvedge_job *job) {
 int kvedge_threads_for(double us, int num_threads) {
   if (num_threads == 0) num_threads = kvedge_get_num_threads();
   if (num_threads == 1 || us < LEAST_US) return 1;
-  const int64_t now = nanoseconds();
-  note_gap(now);
-  if (atomic_load(&executor.is_set) && now >= atomic_load(&executor.retry_at)) {
+  const int64_t time = nanoseconds();
+  note_gap(time);
+  if (atomic_load(&executor.is_set) && time >= atomic_load(&executor.retry_at)) {
     const int most = executor.of_caller.num_threads(executor.of_caller.data);
     return num_threads < most ? num_threads : most > 1 ? most : 1;
   }
   const int asleep = atomic_load(&pool.num_asleep), awake = atomic_load(&pool.num_helpers) - asleep;
   if (us >= (awake > 0 ? LEAST_US : lookout() > 0 ? SERIES_US : WAKE_US)) return num_threads;
-  atomic_store_explicit(&calls.last_end, now, memory_order_relaxed);
+  atomic_store_explicit(&calls.last_end, time, memory_order_relaxed);
   return 1;
 }
 

@@ -90,7 +90,7 @@ def test_threads_that_set_different_numbers_leave_one(monkeypatch):
     """The backend's copy is the number that Python tells."""
     told = []
 
-    def listen(count):
+    def listen(count, lookout):
         time.sleep(0)  # others may come in between
         told.append(count)
 
@@ -395,3 +395,26 @@ def test_every_available_isa_can_be_forced_and_no_other():
     message = imports(KVEDGE_ISA=WRONG_ISA)
     assert message.startswith("kvedge.errors.UnsupportedIsaError"), message
     assert WRONG_ISA in message
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(not HAS_NATIVE, reason="threads are the native backend's")
+def test_calls_with_tensors_run_on_torchs_threads():
+    pytest.importorskip("torch")
+    script = """
+        import numpy as np, kvedge, torch
+        layer = kvedge.QuantizedKvLayer(4096, 8, 64)
+        rows = torch.arange(4096 * 512, dtype=torch.float32).sin().reshape(4096, 8, 64)
+        layer.extend(rows.numpy(), rows.numpy())
+        print(kvedge.isa_info()["openmp"])
+        alone = layer.attend(rows[:4], num_threads=1)
+        print(kvedge.isa_info()["openmp"], np.array_equal(layer.attend(rows[:4], num_threads=2), alone))
+    """
+    first, then = run(script).stdout.splitlines()
+    assert first == "None" and then.endswith("True") and "omp" in then
+    assert run(script, KVEDGE_THREADS="own").stdout.splitlines() == ["None", "None True"]
+
+
+def test_whose_threads_is_a_known_word():
+    assert "KVEDGE_THREADS must be own or openmp, not 'torch'" in imports(KVEDGE_THREADS="torch")
+    assert imports(KVEDGE_THREADS="own")["openmp"] is None
