@@ -3,7 +3,7 @@
  * - each thread begins with a range of tasks of its own, in order, since neighbours read neighbouring
  *   memory and it knows what to prefetch; who has come to the end of its range takes from the end
  *   of the longest one that is left;
- * - when none are left but a helper is still at one, the caller waits about as long as a task takes. Then (the helper
+ * - when none are left but a helper is still at one, the caller waits as long as a short task takes. Then (the helper
  *   may have lost its core to another program for milliseconds) it does that task over, into the spare slot, and stops
  *   half-way if the helper comes to its end first;
  *   (Tasks that may run once only are waited for.)
@@ -51,9 +51,9 @@ enum {
   /* In nanoseconds: */
   LEAST_LOOKOUT = 50000, /* for the next call, after the last one */
   MOST_LOOKOUT = 1000000,
-  AWAY = 50000,          /* a helper that did not run for so long shares its processor with another thread */
-  AWAY_PAUSE = 20000000, /* for how long helpers sleep at once then */
+  AWAY = 300000,         /* a helper that did not run for so long shares its processor with another thread */
   PURE_SPIN = 20000,     /* they look out without giving way to others */
+  MOST_PATIENCE = 10000, /* with a helper that is at its last task */
   LATE = 20000,          /* an executor's end that came so much later than the caller's was held up */
 };
 
@@ -68,6 +68,7 @@ struct kvedge_job {
   task_range ranges[MAX_THREADS];
   atomic_int done[MAX_TASKS]; /* 1: its result is in the slot of its number */
   atomic_int cancelled;       /* 1: the call has returned */
+  int64_t end;                /* when it did */
   atomic_int num_users; /* the caller, helpers at work, and seats that are left; who makes it 0 gives the job back */
 };
 
@@ -316,6 +317,11 @@ static void wake_a_helper(void) {
   pthread_mutex_unlock(&pool.lock);
 }
 
+/* A helper lost its processor to another thread for `away` nanoseconds: for fifty times as long helpers sleep at once. */
+static void note_away(int64_t time, int64_t away) {
+  if (away > AWAY) atomic_store_explicit(&calls.asleep_until, time + 50 * away, memory_order_relaxed);
+}
+
 /* Waits for seats for a while; 0: there were none. */
 static int look_out(void) {
   const int64_t start = nanoseconds(), most = lookout();
@@ -323,7 +329,7 @@ static int look_out(void) {
   if (atomic_load_explicit(&calls.num_threads, memory_order_relaxed) > num_processors()) return seats_left() > 0;
   for (int64_t time = start, before = start; time - start < most; before = time, time = nanoseconds()) {
     if (time - before > AWAY) {
-      atomic_store_explicit(&calls.asleep_until, time + AWAY_PAUSE, memory_order_relaxed);
+      note_away(time, time - before);
       break;
     }
     for (int i = 0; i < 16; i++) {
@@ -351,6 +357,8 @@ static void *helper(void *unused) {
     kvedge_job *job = sit_down(&own);
     if (job) {
       do_tasks(job, own, &job->cancelled);
+      const int64_t time = nanoseconds();
+      if (atomic_load(&job->cancelled)) note_away(time, time - job->end);
       leave(job);
     } else if (!look_out()) {
       sleep_for_seats();
@@ -496,7 +504,7 @@ static int wait_for(const kvedge_job *job, int task, int64_t moment) {
 /* Collects all tasks, doing those over that a helper does not come to an end with. `task_time`: of one, about. */
 static void collect_tasks(kvedge_job *job, int64_t task_time) {
   const kvedge_work *work = &job->work;
-  const int64_t patience = nanoseconds() + (task_time < AWAY ? task_time : AWAY);
+  const int64_t patience = nanoseconds() + (task_time < MOST_PATIENCE ? task_time : MOST_PATIENCE);
   for (int task = 0; task < work->num_tasks; task++) {
     int slot = task;
     if (!wait_for(job, task, patience)) {
@@ -530,7 +538,8 @@ void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads) {
   } else {
     run_alone(job);
   }
-  atomic_store_explicit(&calls.last_end, nanoseconds(), memory_order_relaxed);
+  job->end = nanoseconds();
+  atomic_store_explicit(&calls.last_end, job->end, memory_order_relaxed);
   atomic_store(&job->cancelled, 1);
   if (atomic_load(&job->num_users) > 1) { /* helpers are still at it */
     atomic_fetch_add(&pool.num_late, 1);
