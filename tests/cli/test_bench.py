@@ -186,6 +186,19 @@ def test_threads_are_woken_before_a_sample_unless_a_call_is_long(clock):
     assert len(seen) == 1
 
 
+def test_what_runs_before_each_call_is_not_timed(clock):
+    log = []
+
+    def run(name, seconds):
+        log.append(name)
+        clock.sleep(seconds)
+
+    timed = TimedCalls("x", lambda copy: run("call", 1e-3), before=lambda: run("before", 1.0))
+    timed.warm_up()
+    assert timed.sample() == pytest.approx(1e-3, rel=0.1)
+    assert len(log) > 8 and log == ["before", "call"] * (len(log) // 2)
+
+
 # ---- competitors ---------------------------------------------------------------------------------
 
 # Twice what each format costs on these data; float formats, their rounding. Others: narrower ones.

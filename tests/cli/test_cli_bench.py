@@ -221,6 +221,33 @@ def test_threads_json(capsys):
     assert own["idle"]["count"] == own["one core busy"]["count"] == 3
 
 
+@pytest.mark.subprocess
+def test_between_products_kvedge_gets_tensors_and_torch_its_threads_back(capsys, monkeypatch):
+    torch = pytest.importorskip("torch")
+    before, products = torch.get_num_threads(), []
+    mv = torch.mv
+    monkeypatch.setattr(
+        torch, "mv", lambda *of: products.append(torch.get_num_threads()) or mv(*of)
+    )
+    options = [*TINY, "--context", "8", "--threads", "1", "2", "--peers", "none"]
+    report = _json(capsys, "threads", *options, "--between-products")
+    assert [case["results"][0]["idle"]["count"] for case in report["cases"]] == [3, 3]
+    assert set(products) == {1, 2} and torch.get_num_threads() == before
+    openmp = kvedge.isa_info()["openmp"]
+    assert report["settings"]["kvedge's threads"] == (
+        f"of OpenMP: {openmp}" if openmp else "its own"
+    )
+
+
+def test_between_products_without_torch_is_one_line(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+    assert main(["bench", "threads", *TINY, "--between-products"]) == exits.UNAVAILABLE
+    assert "--between-products needs torch, which is not installed" in capsys.readouterr().err
+
+
 def test_a_peer_that_is_not_installed_is_noted_and_the_rest_goes_on(capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     missing = ("torch", "onnxruntime", "llama_cpp")
