@@ -239,6 +239,29 @@ def test_between_products_kvedge_gets_tensors_and_torch_its_threads_back(capsys,
     )
 
 
+SIMULATE = ["threads", "--simulate", "2", "8", "--hot", "--rounds", "3", "--shape", "8,4,64"]
+
+
+@pytest.mark.skipif(kvedge.backend != "native", reason="needs the native backend")
+def test_simulated_threads_share_the_tasks_of_a_call(capsys, tmp_path):
+    path = str(tmp_path / "run.json")
+    options = ["--context", "2000", "--formats", "int4", "kivi4:recent=32", "--save", path]
+    report = _json(capsys, *SIMULATE, *options)
+    assert [case["num_threads"] for case in report["cases"]] == [1, 2, 8]
+    for case in report["cases"]:
+        assert [result["name"] for result in case["results"]] == ["kvedge", "kvedge-int4"]
+        found = case["results"][0]["simulated"]
+        assert found["makespan"] >= max(
+            found["longest"], found["sum"] / case["num_threads"] * 0.999
+        )
+        assert found["median"] == found["serial"] + found["makespan"]
+    assert found["tasks"] >= 4
+    assert any(note.startswith("kvedge-kivi4:recent=32 is not sim") for note in report["notes"])
+    assert main(["bench", "show", path]) == exits.OK
+    shown = capsys.readouterr().out
+    assert "longest us" in shown and "of 1 thread" in shown
+
+
 def test_between_products_without_torch_is_one_line(capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -311,6 +334,9 @@ def test_a_plot_without_matplotlib_fails_before_anything_is_measured(capsys, mon
         ["decode", "--threads", "0"],
         ["decode", "--threads", "5000"],
         ["decode", "--rounds", "0"],
+        ["threads", "--simulate", "0"],
+        ["threads", "--simulate", "4", "--threads", "2"],
+        ["threads", "--simulate", "4", "--between-products"],
         ["decode", "--budget", "-1"],
         ["decode", "--budget", "nan"],
         ["decode", "--peers", "vllm"],

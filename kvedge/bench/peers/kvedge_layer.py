@@ -15,6 +15,7 @@ from kvedge.bench.workload import Workload
 from kvedge.core.config import LayerConfig, layer_config
 from kvedge.core.memory import token_bytes
 from kvedge.core.registry import layer_types
+from kvedge.errors import InvalidArgumentError
 
 __all__ = ["LOGIT_OPTIONS", "KvedgeLayer", "filled_layers"]
 
@@ -137,6 +138,14 @@ class KvedgeLayer(Competitor):
     def run(self, copy: int) -> object:
         """Attend with the defaults: the shortest way in."""
         return self._layers[copy].attend(self._query, **self._options)
+
+    def task_times(self, copy: int, num_threads: int, first: int) -> tuple[float, list[float]]:
+        """Run the tasks of a call on one thread; see kvedge.backends.native.task_times."""
+        if self._options:
+            raise InvalidArgumentError("tasks are measured with default options of attend")
+        native = import_module("kvedge.backends.native")
+        serial, seconds = native.task_times(self._layers[copy], self._query, num_threads, first)
+        return serial, seconds
 
     def run_with_append(self, copy: int) -> object:
         """Append the prompt's tokens as if they were not there yet, and attend."""
