@@ -78,29 +78,13 @@ static void collect_task(void *context, int task, int slot) {
   kvedge_slice_collect(of->attention, task - of->first_task, slot_of(all, of, task, slot), 0, workspace_of(all, 0));
 }
 
-/* Cuts slices by KV heads until there are two for each thread, where they take long enough. */
-static void cut_heads(kvedge_attention *planned, int num_planned, double us, int num_threads) {
-  enum { LEAST_SLICE_US = 5 };
-  int slices = 0;
-  for (int i = 0; i < num_planned; i++) slices += kvedge_num_slices(&planned[i]);
-  double wanted = 2 * num_threads;
-  if (wanted > us / LEAST_SLICE_US) wanted = us / LEAST_SLICE_US;
-  for (int i = 0; i < num_planned && wanted > slices; i++) {
-    kvedge_attention *a = &planned[i];
-    const int steps = (a->view.num_kv_heads + a->heads_per_step - 1) / a->heads_per_step;
-    const int parts = (int)((wanted + slices - 1) / slices), of_part = (steps + parts - 1) / parts;
-    a->heads_per_slice = of_part * a->heads_per_step;
-    if (a->heads_per_slice > a->view.num_kv_heads) a->heads_per_slice = a->view.num_kv_heads;
-  }
-}
-
 /* Runs plans together; here alone where there is little work. */
 static kvedge_status run_together(kvedge_attention *planned, int num_planned, int num_threads) {
   double us = 0.0;
   int num_tasks = 0, is_masked = 0;
   for (int i = 0; i < num_planned; i++) us += kvedge_attention_us(&planned[i]);
   num_threads = kvedge_threads_for(us, num_threads);
-  if (num_threads > 1) cut_heads(planned, num_planned, us, num_threads);
+  kvedge_cut_heads(planned, num_planned, us, num_threads);
   for (int i = 0; i < num_planned; i++) {
     num_tasks += kvedge_num_slices(&planned[i]);
     is_masked |= kvedge_has_mask(&planned[i].options);

@@ -307,6 +307,10 @@ kvedge_status kvedge_request_rows(kvedge_request *r, const kvedge_rows_cache *ro
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows);
 /* Microseconds that a planned call takes one thread, about. */
 double kvedge_attention_us(const kvedge_attention *a);
+/* Cuts the slices of plans, which take `us` microseconds together, by KV heads for several threads; and the most slices
+ * that a plan has then, with as many tokens or more. */
+void kvedge_cut_heads(kvedge_attention *planned, int num_planned, double us, int num_threads);
+int kvedge_most_slices(const kvedge_attention *a, int num_threads);
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots);
 

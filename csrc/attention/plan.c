@@ -17,6 +17,9 @@ enum {
    * but take so many microseconds. */
   LEAST_SLICES = 8,
   LEAST_CHUNK_US = 10,
+  /* For several threads slices are cut by KV heads until there are so many for each, but take so many microseconds. */
+  SLICES_OF_A_THREAD = 2,
+  LEAST_SLICE_US = 5,
   /* Keys and values of all heads in a tile have up to twice this many bytes. Rows are prefetched a
    * tile before they are used, and the keys and values of two tiles have to fit a second-level
    * cache, which two threads may share. */
@@ -125,13 +128,17 @@ static int64_t tokens_seen(const kvedge_attention *a) {
   return o->window && by_window < a->view.len ? by_window : a->view.len;
 }
 
+/* Steps that the KV heads of a tile take. */
+static int steps_of_heads(const kvedge_attention *a) {
+  return (a->view.num_kv_heads + a->heads_per_step - 1) / a->heads_per_step;
+}
+
 /* Chunks that the tokens of a row block are split into, at most. */
 static int plan_chunks(const kvedge_attention *a) {
   const int64_t seen = tokens_seen(a), most_tiles = seen / a->tile;
   const ptrdiff_t of_token = a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes;
   const double us = us_of_token(a) * (double)seen;
-  const int steps = (a->view.num_kv_heads + a->heads_per_step - 1) / a->heads_per_step;
-  int64_t wanted = seen * of_token / CHUNK_BYTES, least = LEAST_SLICES / steps / a->num_row_blocks;
+  int64_t wanted = seen * of_token / CHUNK_BYTES, least = LEAST_SLICES / steps_of_heads(a) / a->num_row_blocks;
   if (least > (int64_t)(us / LEAST_CHUNK_US)) least = (int64_t)(us / LEAST_CHUNK_US);
   if (wanted < least) wanted = least;
   if (wanted > MAX_CHUNKS_OF_A_BLOCK / a->num_row_blocks) wanted = MAX_CHUNKS_OF_A_BLOCK / a->num_row_blocks;
@@ -194,6 +201,27 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
   a->acc_stride = (value_dim + 15) / 16 * 16;
   a->partial_floats = kvedge_partial_floats(a);
   a->num_refits = 1;
+}
+
+void kvedge_cut_heads(kvedge_attention *planned, int num_planned, double us, int num_threads) {
+  int slices = 0;
+  if (num_threads == 1) return;
+  for (int i = 0; i < num_planned; i++) slices += kvedge_num_slices(&planned[i]);
+  double wanted = SLICES_OF_A_THREAD * num_threads;
+  if (wanted > us / LEAST_SLICE_US) wanted = us / LEAST_SLICE_US;
+  for (int i = 0; i < num_planned && wanted > slices; i++) {
+    kvedge_attention *a = &planned[i];
+    const int parts = (int)((wanted + slices - 1) / slices), of_part = (steps_of_heads(a) + parts - 1) / parts;
+    a->heads_per_slice = of_part * a->heads_per_step;
+    if (a->heads_per_slice > a->view.num_kv_heads) a->heads_per_slice = a->view.num_kv_heads;
+  }
+}
+
+int kvedge_most_slices(const kvedge_attention *a, int num_threads) {
+  const int uncut = a->num_row_blocks * a->most_chunks, wanted = SLICES_OF_A_THREAD * num_threads;
+  if (num_threads == 1 || wanted <= a->num_row_blocks) return uncut;
+  const int by_step = uncut * steps_of_heads(a), by_thread = uncut + wanted - 1;
+  return by_step < by_thread ? by_step : by_thread;
 }
 
 static size_t query_floats(const kvedge_attention *a) {

@@ -107,14 +107,22 @@ static kvedge_request heads_of(const kvedge_request *whole, int kv_head, int num
   return r;
 }
 
-/* Plans a request; returns its bytes. Where a row block is one slice, the thread that runs it collects it: a slot for each row
- * block that is worked on at the same time is enough. Bytes do not shrink as tokens are added. */
-static size_t plan_request(const kvedge_request *r, int num_threads, kvedge_attention *a, int *num_slots) {
+/* Plans a request, one of `num_plans` that share the threads; returns its bytes. Where tokens are not split, the thread
+ * that runs a slice collects it: a slot for each slice that runs at the same time is enough. Bytes do not shrink as tokens
+ * are added: they are those of the most slices, with queries in their slots if they may be cut by KV heads. */
+static size_t plan_request(const kvedge_request *r, int num_threads, int num_plans, kvedge_attention *a,
+                           int *num_slots) {
+  const int share = (num_threads + num_plans - 1) / num_plans;
   kvedge_attention_plan(a, r, 0, r->num_rows);
   a->query_stays = 1;
-  a->num_refits = num_threads < a->num_row_blocks ? num_threads : a->num_row_blocks;
-  *num_slots = a->most_chunks == 1 ? a->num_refits : a->num_row_blocks * a->most_chunks;
-  return kvedge_attention_lay_out(a, NULL, *num_slots);
+  const int most = kvedge_most_slices(a, share);
+  a->num_refits = num_threads < most ? num_threads : most;
+  *num_slots = a->most_chunks == 1 ? a->num_refits : most;
+  if (most > a->num_row_blocks * a->most_chunks) a->heads_per_slice = 1;
+  const size_t bytes = kvedge_attention_lay_out(a, NULL, *num_slots);
+  a->heads_per_slice = a->view.num_kv_heads;
+  kvedge_cut_heads(a, 1, kvedge_attention_us(a), share);
+  return bytes;
 }
 
 /* ---- Memory: the object, workspaces, plans, joined calls, segments of the group at hand, requests - */
@@ -174,7 +182,7 @@ size_t kvedge_slices_bytes(const kvedge_attention_call *calls, int num_calls, in
       int num_slots;
       if (request_of(&calls[i], first, &group, 1, calls[i].rows ? NULL : &segment, &whole) != KVEDGE_OK) return 0;
       r = heads_of(&whole, 0, whole.view.num_kv_heads / group.num_requests, &options);
-      bytes += (size_t)group.num_requests * plan_request(&r, num_threads, &planned, &num_slots);
+      bytes += (size_t)group.num_requests * plan_request(&r, num_threads, of.num_plans, &planned, &num_slots);
     }
     bytes += (size_t)group.num_requests * joined_bytes(&r, group.num_calls);
   }
@@ -194,7 +202,7 @@ typedef struct {
 static int set_up(filling *f, kvedge_slices *of, const kvedge_request *r, joined_calls *joined) {
   kvedge_attention planned;
   int num_slots;
-  const size_t needed = plan_request(r, f->num_threads, &planned, &num_slots);
+  const size_t needed = plan_request(r, f->num_threads, of->num_plans, &planned, &num_slots);
   if (needed > f->bytes - f->used) return 0;
   slice_plan *plan = f->plan++;
   plan->attention = kvedge_attention_set_up(&planned, f->memory + f->used, num_slots);

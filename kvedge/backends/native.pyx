@@ -15,6 +15,7 @@ from libc.stdint cimport UINTPTR_MAX, uintptr_t
 from libc.string cimport memset
 
 import os
+from time import perf_counter
 
 import numpy as np
 
@@ -1069,6 +1070,10 @@ cdef _fill(kvedge_attention_options *c, options):
 # ---- several layers, arrays with strides ----------------------------------------------------------
 
 include "native_batch.pxi"
+
+# ---- tasks of a call, measured -------------------------------------------------------------------
+
+include "native_tasks.pxi"
 
 # ---- layers in blocks ----------------------------------------------------------------------------
 

@@ -72,10 +72,14 @@ class Contest:
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
 
-    def samplers(self, wake_seconds: float) -> list[TimedCalls]:
-        """Return what measures each of the entries."""
+    def samplers(
+        self, wake_seconds: float, before: Callable[[], object] | None = None
+    ) -> list[TimedCalls]:
+        """Return what measures each of the entries; ``before`` runs before each of their calls."""
         return [
-            TimedCalls(entry.competitor.name, entry.competitor.run, entry.copies, wake_seconds)
+            TimedCalls(
+                entry.competitor.name, entry.competitor.run, entry.copies, wake_seconds, before
+            )
             for entry in self.entries
         ]
 

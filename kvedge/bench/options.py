@@ -33,6 +33,7 @@ __all__ = [
     "chosen_variants",
     "parse_context",
     "parse_seconds",
+    "parse_threads",
 ]
 
 #: Fewer rounds than these and the quartiles mean little.
@@ -130,7 +131,7 @@ def add_threads(group: argparse._ArgumentGroup, default: str = "1") -> None:
     """Add ``--threads``."""
     group.add_argument(
         "--threads",
-        type=_thread_count,
+        type=parse_threads,
         nargs="+",
         action="extend",
         metavar="N",
@@ -144,7 +145,8 @@ def chosen_threads(options: argparse.Namespace) -> list[int]:
     return sorted(set(options.threads or [1]))
 
 
-def _thread_count(text: str) -> int:
+def parse_threads(text: str) -> int:
+    """Return a number of threads."""
     count = positive_int(text)
     if count > MAX_THREADS:
         raise argparse.ArgumentTypeError(f"{text!r} is more than {MAX_THREADS} threads")

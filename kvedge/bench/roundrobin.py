@@ -56,6 +56,8 @@ class TimedCalls:
     wake_seconds : float
         How long it runs unmeasured before each sample: threads that have slept come late, while in
         a model one layer follows the other.
+    before : callable, optional
+        Called before each call, unmeasured.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class TimedCalls:
         call: Callable[[int], object],
         copies: int = 1,
         wake_seconds: float = 0.0,
+        before: Callable[[], object] | None = None,
     ) -> None:
         self.name = name
         self._call = call
         self._next_copy = itertools.cycle(range(copies))
         self._calls = 1
         self._wake_seconds = wake_seconds
+        self._before = before
 
     def warm_up(self) -> None:
         """Run twice: the first call allocates, the second tells how many fill a sample."""
@@ -81,6 +85,8 @@ class TimedCalls:
             self._wake_seconds = 0.0
 
     def _seconds(self) -> float:
+        if self._before is not None:
+            self._before()
         start = time.perf_counter()
         self._call(next(self._next_copy))
         return time.perf_counter() - start
@@ -92,6 +98,8 @@ class TimedCalls:
             # The others ran since: bring back the code, the branch history, threads that sleep.
             # Without threads, and where one call is a whole sample, that is nothing.
             self._wake()
+        if self._before is not None:
+            return sum(self._seconds() for _ in range(self._calls)) / self._calls
         copies = list(itertools.islice(self._next_copy, self._calls))
         start = time.perf_counter()
         for copy in copies:
@@ -101,7 +109,7 @@ class TimedCalls:
     def _wake(self) -> None:
         end = time.perf_counter() + self._wake_seconds
         while True:
-            self._call(next(self._next_copy))
+            self._seconds()
             if time.perf_counter() >= end:
                 return
 

@@ -332,13 +332,13 @@ static void test_scores(void) {
 /* ---- Slices ---- */
 
 static void slices_case(const kvedge_layer *layer, const float *query, int64_t rows, int heads, int dim,
-                        const kvedge_attention_options *o) {
+                        const kvedge_attention_options *o, int least_threads, int most_threads) {
   size_t floats = (size_t)(rows * heads * dim);
   float *expected = malloc(4 * floats), *out = malloc(4 * floats), *lse = malloc(8 * (size_t)(rows * heads));
   float *second = lse + rows * heads;
   const kvedge_attention_call call = call_on(layer, query, rows, heads, o, out, second);
   CHECK(kvedge_attend(layer, query, rows, heads, o, 1, expected, lse) == KVEDGE_OK);
-  for (int threads = 1; threads <= 3; threads++) {
+  for (int threads = least_threads; threads <= most_threads; threads++) {
     const size_t bytes = kvedge_slices_bytes(&call, 1, threads);
     block memory = new_block((bytes + 63) / 64 * 64);
     kvedge_slices *slices;
@@ -363,12 +363,28 @@ static void test_slices(void) {
   begin("slices in any order");
   float *keys = random_floats(3000 * 128, 1.0f), *query = random_floats(40 * 8 * 64, 3.0f);
   kvedge_layer *layer = new_layer(config, NULL, keys, keys, 3000);
-  slices_case(layer, query, 1, 8, 64, NULL);
-  slices_case(layer, query, 9, 8, 64, NULL);
+  slices_case(layer, query, 1, 8, 64, NULL, 1, 3);
+  slices_case(layer, query, 9, 8, 64, NULL, 1, 3);
   const kvedge_layer_config wide = {.capacity = 1500, .num_kv_heads = 2, .head_dim = 64, .value_head_dim = 128};
   kvedge_layer *other = new_layer(wide, NULL, keys, keys, 1500);
-  slices_case(other, query, 9, 8, 128, NULL);
+  slices_case(other, query, 9, 8, 128, NULL, 1, 3);
   kvedge_layer_destroy(other), kvedge_layer_destroy(layer), free(keys), free(query);
+  end();
+}
+
+/* For eight threads slices of few tokens are cut by heads, where tokens are split (700) and where not. */
+static void test_slices_of_heads(void) {
+  begin("slices of some KV heads");
+  const kvedge_layer_config config = {.capacity = 700, .num_kv_heads = 8, .head_dim = 64};
+  float *keys = random_floats(700 * 512, 1.0f), *query = random_floats(3 * 2048, 3.0f);
+  for (int tokens = 350; tokens <= 700; tokens *= 2)
+    for (int rows = 1; rows <= 3; rows += 2)
+      for (int heads = 8; heads <= 32; heads += 24) {
+        kvedge_layer *layer = new_layer(config, NULL, keys, keys, tokens);
+        slices_case(layer, query, rows, heads, 64, NULL, 8, 8);
+        kvedge_layer_destroy(layer);
+      }
+  free(keys), free(query);
   end();
 }
 
@@ -399,12 +415,12 @@ static void test_the_first_tokens(void) {
       const kvedge_attention_call of_first = call_on(first, query, 3, 4, NULL, out, lse);
       const kvedge_attention_call of_all = call_on(all, query, 3, 4, &o, out, lse);
       const kvedge_attention_call of_empty = call_on(empty, NULL, 3, 4, &o, NULL, NULL);
-      const size_t bytes = kvedge_slices_bytes(&of_empty, 1, 2);
-      CHECK(bytes == kvedge_slices_bytes(&of_first, 1, 2) || kind);
-      CHECK(bytes == kvedge_slices_bytes(&of_all, 1, 2) && bytes >= most_bytes[kind]);
+      const size_t bytes = kvedge_slices_bytes(&of_empty, 1, 8);
+      CHECK(bytes == kvedge_slices_bytes(&of_first, 1, 8) || kind);
+      CHECK(bytes == kvedge_slices_bytes(&of_all, 1, 8) && bytes >= most_bytes[kind]);
       most_bytes[kind] = bytes;
       o.num_tokens = 1501;
-      CHECK(kvedge_slices_bytes(&of_empty, 1, 2) == 0);
+      CHECK(kvedge_slices_bytes(&of_empty, 1, 8) == 0);
       o.num_tokens = len + 1;
       CHECK(kvedge_attend(first, query, 3, 4, &o, 1, out, lse) == KVEDGE_ERROR_ARGUMENT);
       o.num_tokens = -1;
@@ -573,6 +589,7 @@ int main(void) {
   test_sizes_of_hidden_tokens();
   test_scores();
   test_slices();
+  test_slices_of_heads();
   test_the_first_tokens();
   test_dropped_tokens();
   test_endless_windows();

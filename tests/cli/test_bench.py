@@ -15,6 +15,7 @@ from kvedge.bench import affinity, busy, contest, copies, roundrobin, workload
 from kvedge.bench.peers import PEER_NAMES, VARIANT_NAMES, KvedgeLayer, installed_peers, make_peers
 from kvedge.bench.roundrobin import MIN_ROUNDS, TimedCalls, round_robin
 from kvedge.bench.shapes import SHAPES, AttentionShape, parse_shape
+from kvedge.bench.simulation import Tasks, laid_out
 from kvedge.bench.statistics import spread_of
 
 SMALL = AttentionShape("", 6, 2, 32)
@@ -184,6 +185,32 @@ def test_threads_are_woken_before_a_sample_unless_a_call_is_long(clock):
     del seen[:]
     timed.sample()
     assert len(seen) == 1
+
+
+def test_what_runs_before_each_call_is_not_timed(clock):
+    log = []
+
+    def run(name, seconds):
+        log.append(name)
+        clock.sleep(seconds)
+
+    timed = TimedCalls("x", lambda copy: run("call", 1e-3), before=lambda: run("before", 1.0))
+    timed.warm_up()
+    assert timed.sample() == pytest.approx(1e-3, rel=0.1)
+    assert len(log) > 8 and log == ["before", "call"] * (len(log) // 2)
+
+
+def test_whoever_is_free_takes_the_next_task():
+    assert laid_out([3.0, 1.0, 1.0, 2.0], 2) == 4.0
+    assert laid_out([3.0, 1.0, 1.0, 2.0], 1) == 7.0
+    assert laid_out([3.0, 1.0], 4) == 3.0
+
+
+def test_merging_is_what_the_last_task_of_a_pass_takes_longer():
+    passes = [(0.5, [1.0, 2.0, 3.25]), (0.4, [1.5, 2.0, 3.0]), (0.6, [1.0, 2.5, 3.0])]
+    tasks = Tasks.least(passes)
+    assert tasks.seconds == (1.0, 2.0, 3.0) and tasks.serial == pytest.approx(0.4 + 0.25)
+    assert Tasks.least([(0.5, [2.0]), (0.4, [1.0])]) == Tasks((1.0,), 0.4)
 
 
 # ---- competitors ---------------------------------------------------------------------------------

@@ -221,6 +221,56 @@ def test_threads_json(capsys):
     assert own["idle"]["count"] == own["one core busy"]["count"] == 3
 
 
+@pytest.mark.subprocess
+def test_between_products_kvedge_gets_tensors_and_torch_its_threads_back(capsys, monkeypatch):
+    torch = pytest.importorskip("torch")
+    before, products = torch.get_num_threads(), []
+    mv = torch.mv
+    monkeypatch.setattr(
+        torch, "mv", lambda *of: products.append(torch.get_num_threads()) or mv(*of)
+    )
+    options = [*TINY, "--context", "8", "--threads", "1", "2", "--peers", "none"]
+    report = _json(capsys, "threads", *options, "--between-products")
+    assert [case["results"][0]["idle"]["count"] for case in report["cases"]] == [3, 3]
+    assert set(products) == {1, 2} and torch.get_num_threads() == before
+    openmp = kvedge.isa_info()["openmp"]
+    assert report["settings"]["kvedge's threads"] == (
+        f"of OpenMP: {openmp}" if openmp else "its own"
+    )
+
+
+SIMULATE = ["threads", "--simulate", "2", "8", "--hot", "--rounds", "3", "--shape", "8,4,64"]
+
+
+@pytest.mark.skipif(kvedge.backend != "native", reason="needs the native backend")
+def test_simulated_threads_share_the_tasks_of_a_call(capsys, tmp_path):
+    path = str(tmp_path / "run.json")
+    options = ["--context", "2000", "--formats", "int4", "kivi4:recent=32", "--save", path]
+    report = _json(capsys, *SIMULATE, *options)
+    assert [case["num_threads"] for case in report["cases"]] == [1, 2, 8]
+    for case in report["cases"]:
+        assert [result["name"] for result in case["results"]] == ["kvedge", "kvedge-int4"]
+        found = case["results"][0]["simulated"]
+        assert found["makespan"] >= max(
+            found["longest"], found["sum"] / case["num_threads"] * 0.999
+        )
+        assert found["median"] == found["serial"] + found["makespan"]
+    assert found["tasks"] >= 4
+    assert any(note.startswith("kvedge-kivi4:recent=32 is not sim") for note in report["notes"])
+    assert main(["bench", "show", path]) == exits.OK
+    shown = capsys.readouterr().out
+    assert "longest us" in shown and "of 1 thread" in shown
+
+
+def test_between_products_without_torch_is_one_line(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name)
+    )
+    assert main(["bench", "threads", *TINY, "--between-products"]) == exits.UNAVAILABLE
+    assert "--between-products needs torch, which is not installed" in capsys.readouterr().err
+
+
 def test_a_peer_that_is_not_installed_is_noted_and_the_rest_goes_on(capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     missing = ("torch", "onnxruntime", "llama_cpp")
@@ -284,6 +334,9 @@ def test_a_plot_without_matplotlib_fails_before_anything_is_measured(capsys, mon
         ["decode", "--threads", "0"],
         ["decode", "--threads", "5000"],
         ["decode", "--rounds", "0"],
+        ["threads", "--simulate", "0"],
+        ["threads", "--simulate", "4", "--threads", "2"],
+        ["threads", "--simulate", "4", "--between-products"],
         ["decode", "--budget", "-1"],
         ["decode", "--budget", "nan"],
         ["decode", "--peers", "vllm"],

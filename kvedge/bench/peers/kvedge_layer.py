@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvedge.bench.workload import Workload
 from kvedge.core.config import LayerConfig, layer_config
 from kvedge.core.memory import token_bytes
 from kvedge.core.registry import layer_types
+from kvedge.errors import InvalidArgumentError
 
 __all__ = ["LOGIT_OPTIONS", "KvedgeLayer", "filled_layers"]
 
@@ -76,6 +78,11 @@ class KvedgeLayer(Competitor):
         Further arguments of the layer and of ``attend``.
     logit_option : str, optional
         One of :data:`LOGIT_OPTIONS`: what is computed then has no exact answer here.
+
+    Attributes
+    ----------
+    takes_tensors : bool
+        Whether its queries are torch's tensors, so that calls run on torch's OpenMP threads.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class KvedgeLayer(Competitor):
     ) -> None:
         super().__init__(f"kvedge-{kind}" if kind else "kvedge")
         self.is_plain_attention = logit_option is None
+        self.takes_tensors = False
         self._dtype = dtype
         self._layer_options = layer_options or {}
         self._attend_options = attend_options or {}
@@ -95,7 +103,7 @@ class KvedgeLayer(Competitor):
         self._options: dict[str, Any] = {}
         self._layers: list[Any] = []
         self._workload: Workload | None = None
-        self._query = np.empty(0, np.float32)
+        self._query: Any = np.empty(0, np.float32)
 
     def version(self) -> str:
         """Return kvedge's version."""
@@ -122,12 +130,22 @@ class KvedgeLayer(Competitor):
         kvedge.set_num_threads(num_threads)
         self._layers = filled_layers(workload, copies, self._dtype, **self._layer_options)
         self._workload, self._query = workload, workload.query
+        if self.takes_tensors:
+            self._query = import_module("torch").from_numpy(workload.query)
         option = LOGIT_OPTIONS[self._logit_option](workload) if self._logit_option else {}
         self._options = self._attend_options | option
 
     def run(self, copy: int) -> object:
         """Attend with the defaults: the shortest way in."""
         return self._layers[copy].attend(self._query, **self._options)
+
+    def task_times(self, copy: int, num_threads: int, first: int) -> tuple[float, list[float]]:
+        """Run the tasks of a call on one thread; see kvedge.backends.native.task_times."""
+        if self._options:
+            raise InvalidArgumentError("tasks are measured with default options of attend")
+        native = import_module("kvedge.backends.native")
+        serial, seconds = native.task_times(self._layers[copy], self._query, num_threads, first)
+        return serial, seconds
 
     def run_with_append(self, copy: int) -> object:
         """Append the prompt's tokens as if they were not there yet, and attend."""
@@ -139,9 +157,8 @@ class KvedgeLayer(Competitor):
         return self.run(copy)
 
     def as_array(self, output: object) -> np.ndarray:
-        """Nothing to convert."""
-        assert isinstance(output, np.ndarray)
-        return output
+        """Nothing is copied."""
+        return np.asarray(output)
 
     def arithmetic_error(self) -> float | None:
         """Return the error against float64 attention over what is stored, not over what was given.
