@@ -17,9 +17,11 @@ enum {
    * but take so many microseconds. */
   LEAST_SLICES = 8,
   LEAST_CHUNK_US = 10,
-  /* For several threads slices are cut by KV heads until there are so many for each, but take so many microseconds. */
+  /* For several threads slices are cut by KV heads until there are so many for each at most, which take so many
+   * microseconds. */
   SLICES_OF_A_THREAD = 2,
   LEAST_SLICE_US = 5,
+  SHORT_US = 200, /* calls up to this have their rows in a cache, mostly */
   /* Keys and values of all heads in a tile have up to twice this many bytes. Rows are prefetched a
    * tile before they are used, and the keys and values of two tiles have to fit a second-level
    * cache, which two threads may share. */
@@ -30,6 +32,11 @@ enum {
    * may cancel, so that what 16 bits leave of an error is large beside it. */
   TINY_ROW_CHANNELS = 8,
 };
+
+/* What slices of some heads take, since nothing is prefetched for them, over slices of all. (Xeon, cold: 1.0 to 1.2, and 1.3
+ * to 1.8.) */
+#define COST_OF_SHORT_CUT 1.15
+#define COST_OF_LONG_CUT 1.6
 
 void kvedge_attention_defaults(kvedge_attention_options *options) {
   *options = (kvedge_attention_options){.scale = NAN, .causal = 1, .first_row = -1};
@@ -203,16 +210,35 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
   a->num_refits = 1;
 }
 
+/* Slices of calls that run together, and microseconds of the longest. */
+typedef struct {
+  int count;
+  double us, longest;
+} slice_times;
+
+/* Microseconds until `num_threads` threads have run slices that are cut in so many parts. */
+static double span_of(const slice_times *of, int parts, int num_threads) {
+  const int count = of->count * parts;
+  const double cost = parts == 1 ? 1.0 : of->us < SHORT_US ? COST_OF_SHORT_CUT : COST_OF_LONG_CUT;
+  const double busiest = (double)((count + num_threads - 1) / num_threads) * of->us / count;
+  return cost *
+         (fmax(busiest, of->longest / parts) + of->us / count / 2); /* at the end some wait for another's slice */
+}
+
 void kvedge_cut_heads(kvedge_attention *planned, int num_planned, double us, int num_threads) {
-  int slices = 0;
+  slice_times of = {.us = us};
+  int best = 1;
   if (num_threads == 1) return;
-  for (int i = 0; i < num_planned; i++) slices += kvedge_num_slices(&planned[i]);
-  double wanted = SLICES_OF_A_THREAD * num_threads;
-  if (wanted > us / LEAST_SLICE_US) wanted = us / LEAST_SLICE_US;
-  for (int i = 0; i < num_planned && wanted > slices; i++) {
+  for (int i = 0; i < num_planned; i++) {
+    const int slices = kvedge_num_slices(&planned[i]);
+    of.count += slices, of.longest = fmax(of.longest, kvedge_attention_us(&planned[i]) / slices);
+  }
+  const double wanted = fmin(SLICES_OF_A_THREAD * num_threads, us / LEAST_SLICE_US);
+  for (int parts = 2; (parts - 1) * of.count < wanted; parts++)
+    if (span_of(&of, parts, num_threads) < span_of(&of, best, num_threads)) best = parts;
+  for (int i = 0; i < num_planned; i++) {
     kvedge_attention *a = &planned[i];
-    const int parts = (int)((wanted + slices - 1) / slices), of_part = (steps_of_heads(a) + parts - 1) / parts;
-    a->heads_per_slice = of_part * a->heads_per_step;
+    a->heads_per_slice = (steps_of_heads(a) + best - 1) / best * a->heads_per_step;
     if (a->heads_per_slice > a->view.num_kv_heads) a->heads_per_slice = a->view.num_kv_heads;
   }
 }
