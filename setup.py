@@ -118,8 +118,8 @@ class OptionalBuildExt(build_ext):
 
     def compile(self, ext):
         """Compile csrc/, the extension's own source, what is for ggml; return the objects."""
-        # -O3 pays in the kernels of vector paths, in runs, rotations and 16-bit floats: elsewhere -O2 takes
-        # 40 KB less of the wheel. Reading and writing of files, and what Cython writes, which is
+        # -O3 pays in the kernels of vector paths, in runs, rotations and 16-bit floats: elsewhere
+        # -O2 takes 40 KB less of the wheel. Reading and writing of files, and what Cython writes, which is
         # glue: with -Os they take 73 KB less, and a call 0.1 us more.
         rest = {"extra_postargs": ["-O2" if w == "-O3" else w for w in ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()
@@ -136,7 +136,11 @@ class OptionalBuildExt(build_ext):
         }
         sources = files("csrc/**/*.c")
         fast = {s for s in sources if "/kernels/" in s and "/scalar/" not in s}
-        fast |= {s for s in sources if s.endswith(("/kivi.c", "/rotation.c", "/small_floats.c", "formats/array.c"))}
+        fast |= {
+            s
+            for s in sources
+            if s.endswith(("/kivi.c", "/rotation.c", "/small_floats.c", "formats/array.c"))
+        }
         least = {"extra_postargs": ["-Os" if w == "-O3" else w for w in ext.extra_compile_args]}
         small = {s for s in sources if "/session/" in s}
         for name in ("store/ranges", "store/edit", "formats/grids", "system/"):

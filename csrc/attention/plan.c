@@ -28,6 +28,7 @@ enum {
   TILE_BYTES = 100 << 10,
   LEAST_TILE = 48,         /* but this many tokens are worked on at once, since a call for fewer costs more */
   LEAST_TILE_OF_RUNS = 96, /* three runs; and they have half of the bytes */
+  EVEN_TILE = 128, /* rather than a little more: then contexts of 512 tokens and so on are whole tiles, slices alike */
   /* Keys or values of up to this many channels get 24 bits: with few channels all of an output
    * may cancel, so that what 16 bits leave of an error is large beside it. */
   TINY_ROW_CHANNELS = 8,
@@ -86,18 +87,6 @@ static void plan_kernels(kvedge_attention *a) {
   }
 }
 
-static int block_tokens(const kvedge_attention *a) {
-  const int of_keys = a->view.side[KEYS].block_tokens, of_values = a->view.side[VALUES].block_tokens;
-  return of_keys > of_values ? of_keys : of_values;
-}
-
-/* Tokens of a tile: whole blocks, of runs rounded up, since a call for one costs much beside it. */
-static int round_to_blocks(const kvedge_attention *a, int64_t tokens) {
-  const int block = block_tokens(a);
-  const int64_t tile = (tokens + block - KVEDGE_BLOCK) / block * block;
-  return tile < block ? block : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
-}
-
 /* Tokens of a tile. */
 static int plan_tile(const kvedge_attention *a) {
   const kvedge_view_side *keys = &a->view.side[KEYS], *values = &a->view.side[VALUES];
@@ -106,26 +95,30 @@ static int plan_tile(const kvedge_attention *a) {
   const int64_t of_head = keys->head_stride * (KVEDGE_RUN / keys->format->row_tokens) +
                           values->head_stride * (KVEDGE_RUN / values->format->row_tokens); /* for a run */
   int64_t tile = 2 * a->kernels->tuning.step_bytes * KVEDGE_RUN / (of_head > 0 ? of_head : 1);
-  const int least = block_tokens(a) > KVEDGE_BLOCK ? LEAST_TILE_OF_RUNS : LEAST_TILE;
+  const int block = keys->block_tokens > values->block_tokens ? keys->block_tokens : values->block_tokens;
+  const int least = block > KVEDGE_BLOCK ? LEAST_TILE_OF_RUNS : LEAST_TILE;
   if (most < least) most = least;
-  return round_to_blocks(a, tile < most ? tile : most);
+  if (tile > most) tile = most;
+  if (tile > EVEN_TILE && tile < KVEDGE_TILE) tile = EVEN_TILE;
+  tile = (tile + block - KVEDGE_BLOCK) / block * block; /* of runs: up, since a call for one costs much beside it */
+  return tile < block ? block : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 }
 
-/* Microseconds that a row block takes one thread for a token, about. */
-static double us_of_token(const kvedge_attention *a) {
+/* Microseconds that `rows` query rows of each KV head take one thread for a token, about. */
+static double us_of_token(const kvedge_attention *a, int rows) {
   int64_t work = 0;
   for (int s = 0; s < SIDES; s++) {
     const kvedge_view_side *side = &a->view.side[s];
     const int64_t channels = (int64_t)a->view.num_kv_heads * side->shape.dim; /* to unpack few bits takes as long */
     work += side->token_bytes > channels ? side->token_bytes : channels;
   }
-  return (double)(work * (3 + a->query_rows)) / a->kernels->tuning.work_per_us;
+  return (double)(work * (3 + rows)) / a->kernels->tuning.work_per_us;
 }
 
 double kvedge_attention_us(const kvedge_attention *a) {
   const kvedge_row_block last = kvedge_row_block_of(a, a->num_row_blocks - 1);
   const kvedge_attended seen = kvedge_attended_tokens(a, &last);
-  return us_of_token(a) * (double)(seen.sinks + seen.stop - seen.first) * a->num_row_blocks;
+  return us_of_token(a, a->query_rows) * (double)(seen.sinks + seen.stop - seen.first) * a->num_row_blocks;
 }
 
 /* Tokens that a row block sees, at most. */
@@ -144,8 +137,9 @@ static int steps_of_heads(const kvedge_attention *a) {
 static int plan_chunks(const kvedge_attention *a) {
   const int64_t seen = tokens_seen(a), most_tiles = seen / a->tile;
   const ptrdiff_t of_token = a->view.side[KEYS].token_bytes + a->view.side[VALUES].token_bytes;
-  const double us = us_of_token(a) * (double)seen;
-  int64_t wanted = seen * of_token / CHUNK_BYTES, least = LEAST_SLICES / steps_of_heads(a) / a->num_row_blocks;
+  const double us =
+      us_of_token(a, a->heads_per_kv_head) * (double)seen; /* as of one row: its sums are those in a prompt */
+  int64_t wanted = seen * of_token / CHUNK_BYTES, least = LEAST_SLICES / a->view.num_kv_heads;
   if (least > (int64_t)(us / LEAST_CHUNK_US)) least = (int64_t)(us / LEAST_CHUNK_US);
   if (wanted < least) wanted = least;
   if (wanted > MAX_CHUNKS_OF_A_BLOCK / a->num_row_blocks) wanted = MAX_CHUNKS_OF_A_BLOCK / a->num_row_blocks;
@@ -153,14 +147,11 @@ static int plan_chunks(const kvedge_attention *a) {
   return wanted < 1 ? 1 : (int)wanted;
 }
 
-/* Chunks of as many tiles each, and of about as many tokens. */
-static void even_out(kvedge_attention *a) {
-  a->chunks_per_block = a->most_chunks;
-  if (a->chunks_per_block == 1) return;
-  const int64_t seen = tokens_seen(a), of_chunk = (seen + a->most_chunks - 1) / a->most_chunks;
-  const int64_t tiles = (of_chunk + a->tile - 1) / a->tile; /* of a chunk */
-  a->chunks_per_block = (int)((seen + tiles * a->tile - 1) / (tiles * a->tile));
-  a->tile = round_to_blocks(a, (seen - 1) / (a->chunks_per_block * tiles) + KVEDGE_BLOCK);
+/* Chunks of as many tiles each, but for the last one. */
+static int even_chunks(const kvedge_attention *a) {
+  const int64_t tiles = (tokens_seen(a) + a->tile - 1) / a->tile;
+  const int64_t of_chunk = (tiles + a->most_chunks - 1) / a->most_chunks;
+  return tiles < 1 ? 1 : (int)((tiles + of_chunk - 1) / of_chunk);
 }
 
 void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t row, int64_t num_rows) {
@@ -198,7 +189,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
   plan_kernels(a);
   a->tile = plan_tile(a);
   a->most_chunks = plan_chunks(a);
-  even_out(a);
+  a->chunks_per_block = even_chunks(a);
   a->heads_per_slice = view->num_kv_heads;
   for (int s = KEYS; s <= VALUES; s++) {
     const int is_auto = o->precision_bits == KVEDGE_PRECISION_AUTO;

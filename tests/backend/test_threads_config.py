@@ -408,7 +408,8 @@ def test_calls_with_tensors_run_on_torchs_threads():
         layer.extend(rows.numpy(), rows.numpy())
         print(kvedge.isa_info()["openmp"])
         alone = layer.attend(rows[:4], num_threads=1)
-        print(kvedge.isa_info()["openmp"], np.array_equal(layer.attend(rows[:4], num_threads=2), alone))
+        same = np.array_equal(layer.attend(rows[:4], num_threads=2), alone)
+        print(kvedge.isa_info()["openmp"], same)
     """
     first, then = run(script).stdout.splitlines()
     assert first == "None" and then.endswith("True") and "omp" in then
