@@ -16,7 +16,7 @@ enum {
   /* Where there are few KV heads, which slices may be cut by as well, chunks are smaller until there are so many slices,
    * but take so many microseconds. */
   LEAST_SLICES = 8,
-  LEAST_CHUNK_US = 10,
+  LEAST_CHUNK_US = 20,
   /* For several threads slices are cut by KV heads until there are so many for each at most, which take so many
    * microseconds. */
   SLICES_OF_A_THREAD = 2,
@@ -99,7 +99,7 @@ static int plan_tile(const kvedge_attention *a) {
   const int least = block > KVEDGE_BLOCK ? LEAST_TILE_OF_RUNS : LEAST_TILE;
   if (most < least) most = least;
   if (tile > most) tile = most;
-  if (tile > EVEN_TILE && tile < KVEDGE_TILE) tile = EVEN_TILE;
+  if (block == KVEDGE_BLOCK && tile > EVEN_TILE && tile < KVEDGE_TILE) tile = EVEN_TILE;
   tile = (tile + block - KVEDGE_BLOCK) / block * block; /* of runs: up, since a call for one costs much beside it */
   return tile < block ? block : tile > KVEDGE_TILE ? KVEDGE_TILE : (int)tile;
 }
