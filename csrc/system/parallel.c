@@ -281,7 +281,7 @@ static void pause_processor(void) {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   __asm__ volatile("isb");
-#elif defined(__arm__)
+#elif defined(__arm__) && __ARM_ARCH >= 7
   __asm__ volatile("yield");
 #endif
 }
