@@ -119,8 +119,8 @@ class OptionalBuildExt(build_ext):
     def compile(self, ext):
         """Compile csrc/, the extension's own source, what is for ggml; return the objects."""
         # -O3 pays in the kernels of vector paths, in runs, rotations and 16-bit floats: elsewhere
-        # -O2 takes 40 KB less of the wheel. Reading and writing of files, and what Cython writes, which is
-        # glue: with -Os they take 73 KB less, and a call 0.1 us more.
+        # -O2 takes 40 KB less of the wheel. Reading and writing of files, and what Cython writes,
+        # which is glue: with -Os they take 73 KB less, and a call 0.1 us more.
         rest = {"extra_postargs": ["-O2" if w == "-O3" else w for w in ext.extra_compile_args]}
         names = names_in_package().items() if ELF else ()
         own = {
