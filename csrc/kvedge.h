@@ -700,7 +700,7 @@ typedef struct {
 } kvedge_executor;
 
 /* Lets calls run on these threads, as many as their num_threads says; NULL: on those of kvedge, as at first. Where the threads come late
- * (they sleep, or another program has their processor) kvedge's own do the work for fifty times as long as that cost. A
+ * (they sleep, or another program has their processor) kvedge's own do fifty times as much work as that cost. A
  * forked child has none. Not while another thread calls kvedge. */
 kvedge_status kvedge_set_executor(const kvedge_executor *executor);
 

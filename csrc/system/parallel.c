@@ -18,7 +18,7 @@
  *
  * Where the process has threads of its own (kvedge_set_executor), tasks run on these: two pools would fight for
  * the processors. An executor returns when all its threads are done, so one that sleeps or has lost its core
- * holds up the call. What that costs is measured, and for fifty times as long the helpers here do the work.
+ * holds up the call. What that costs is measured, and fifty times as much work is done by the helpers here.
  */
 #define _GNU_SOURCE
 #include "system/parallel.h"
@@ -148,8 +148,8 @@ static void free_job(kvedge_job *job) {
 static struct {
   kvedge_executor of_caller;
   atomic_int is_set, is_busy;
-  _Atomic int64_t retry_at; /* calls use the pool until then */
-  int64_t own_end;          /* of the calling thread's tasks */
+  _Atomic int64_t without; /* nanoseconds of work until it is tried again */
+  int64_t own_end;         /* of the calling thread's tasks */
 } executor;
 
 static _Atomic uint32_t num_forks;
@@ -408,15 +408,15 @@ kvedge_status kvedge_set_executor(const kvedge_executor *wanted) {
   while (!atomic_compare_exchange_weak(&executor.is_busy, &expected, 1)) expected = 0, sched_yield();
   if (wanted) executor.of_caller = *wanted;
   atomic_store(&executor.is_set, wanted != NULL);
-  atomic_store(&executor.retry_at, 0);
+  atomic_store(&executor.without, 0);
   atomic_store(&executor.is_busy, 0);
   return KVEDGE_OK;
 }
 
 /* Takes the executor, if it is there and was not late just now. */
-static int take_executor(int64_t time) {
+static int take_executor(void) {
   int expected = 0;
-  if (!atomic_load(&executor.is_set) || time < atomic_load(&executor.retry_at)) return 0;
+  if (!atomic_load(&executor.is_set) || atomic_load(&executor.without) > 0) return 0;
   if (!atomic_compare_exchange_strong(&executor.is_busy, &expected, 1)) return 0;
   if (atomic_load(&executor.is_set)) return 1;
   atomic_store(&executor.is_busy, 0);
@@ -427,7 +427,7 @@ static void run_on_executor(kvedge_job *job, int64_t start) {
   executor.of_caller.run(executor.of_caller.data, run_on_executor_thread, job);
   const int64_t end = nanoseconds(), late = end - executor.own_end;
   const int64_t task_time = (executor.own_end - start) * job->num_ranges / job->work.num_tasks;
-  if (late > LATE + 2 * task_time) atomic_store(&executor.retry_at, end + 50 * late);
+  if (late > LATE + 2 * task_time) atomic_store(&executor.without, 50 * late);
   atomic_store(&executor.is_busy, 0);
 }
 
@@ -473,7 +473,9 @@ int kvedge_threads_for(double us, int num_threads) {
   if (num_threads == 1 || us < LEAST_US) return 1;
   const int64_t time = nanoseconds();
   note_gap(time);
-  if (atomic_load(&executor.is_set) && time >= atomic_load(&executor.retry_at)) {
+  if (atomic_load(&executor.is_set) && atomic_load(&executor.without) > 0) {
+    atomic_fetch_sub(&executor.without, (int64_t)(1000.0 * us));
+  } else if (atomic_load(&executor.is_set)) {
     const int most = executor.of_caller.num_threads(executor.of_caller.data);
     return num_threads < most ? num_threads : most > 1 ? most : 1;
   }
@@ -526,7 +528,7 @@ void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads) {
   const int64_t start = nanoseconds();
   if (work.num_tasks > MAX_TASKS || job->num_ranges == 1) {
     run_alone(job);
-  } else if (take_executor(start)) {
+  } else if (take_executor()) {
     run_on_executor(job, start);
     for (int task = 0; !work.once && task < work.num_tasks; task++) work.collect(work.context, task, task);
   } else if (open_job(job)) {
