@@ -699,9 +699,9 @@ typedef struct {
   void *data;
 } kvedge_executor;
 
-/* Lets calls run on these threads, as many as their num_threads says; NULL: on those of kvedge, as at first. Where the threads come late
- * (they sleep, or another program has their processor) kvedge's own do fifty times as much work as that cost. A
- * forked child has none. Not while another thread calls kvedge. */
+/* Lets calls run on these threads, as many as their num_threads says; NULL: on those of kvedge, as at first. Where the
+ * threads come late (they sleep, or another program has their processor) kvedge's own do fifty times as much work as
+ * that cost. A forked child has none. Not while another thread calls kvedge. */
 kvedge_status kvedge_set_executor(const kvedge_executor *executor);
 
 /* Waits until no helper thread still reads a layer on behalf of a call that has already returned

@@ -71,13 +71,14 @@ def set_num_threads(num_threads: int | None) -> None:
         If ``num_threads`` is not such a number; the setting stays as it was.
     """
     global _num_threads
+    usual = default_num_threads()
     if num_threads is None:
-        count = _from_environment(os.environ) or default_num_threads()
+        count = _from_environment(os.environ) or usual
     else:
         count = _checked(num_threads, "num_threads")
     with _setting:
         if _listener is not None:
-            _listener(count, _lookout(count))
+            _listener(count, _lookout(count, usual))
         _num_threads = count
 
 
@@ -91,12 +92,12 @@ def on_change(listener: Callable[[int, int], None]) -> None:
     if _num_threads is None:
         set_num_threads(None)
     else:
-        listener(_num_threads, _lookout(_num_threads))
+        listener(_num_threads, _lookout(_num_threads, default_num_threads()))
 
 
-def _lookout(num_threads: int) -> int:
+def _lookout(num_threads: int, usual: int) -> int:
     """Return 0 where threads that look out would take processor time from those that work."""
-    return _MOST_LOOKOUT if num_threads <= default_num_threads() else 0
+    return _MOST_LOOKOUT if num_threads <= usual else 0
 
 
 def default_num_threads(root: str | os.PathLike[str] = "/") -> int:

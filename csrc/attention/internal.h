@@ -159,7 +159,7 @@ static inline kvedge_partial kvedge_partial_at(const kvedge_attention *a, int sl
 }
 
 /* 1: slices prepare their queries in their own slots soon before they are used; 0: those of all row blocks are prepared
- * beforehand, since each is used by several slices that the calling thread alone runs. */
+ * beforehand, since several slices, of all heads, use the same. */
 static inline int kvedge_slices_prepare(const kvedge_attention *a) {
   return a->chunks_per_block == 1 || a->heads_per_slice < a->view.num_kv_heads;
 }

@@ -14,7 +14,6 @@
 /* Where a chunk stands. Chunks count attended tokens, sinks first. */
 typedef struct {
   kvedge_attended attended;
-  int kv_head, num_kv_heads;
   int64_t next, stop; /* in attended tokens */
   int segment;        /* that of the last tile, and its first token */
   int64_t segment_start;
@@ -52,7 +51,6 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   const int64_t i = cursor->next;
   token_tile tile;
   clear_tile(&tile);
-  tile.kv_head = cursor->kv_head, tile.num_kv_heads = cursor->num_kv_heads;
   if (i >= cursor->stop) return tile;
   int in_sinks = i < cursor->attended.sinks;
   tile.token = in_sinks ? i : i - cursor->attended.sinks + cursor->attended.first;
@@ -86,8 +84,7 @@ static int64_t tokens_before_chunk(const kvedge_attention *a, int64_t total, int
 }
 
 static tile_cursor start_of_slice(const kvedge_attention *a, const kvedge_slice_place *of) {
-  tile_cursor cursor = {
-      .attended = kvedge_attended_tokens(a, &of->block), .kv_head = of->kv_head, .num_kv_heads = of->num_kv_heads};
+  tile_cursor cursor = {.attended = kvedge_attended_tokens(a, &of->block)};
   int64_t total = cursor.attended.sinks + cursor.attended.stop - cursor.attended.first;
   cursor.next = tokens_before_chunk(a, total, of->chunk);
   cursor.stop = tokens_before_chunk(a, total, of->chunk + 1);
@@ -165,7 +162,7 @@ size_t kvedge_workspace_bytes(void) { return kvedge_align(sizeof(workspace)); }
 
 void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   const kvedge_cache_view *view = &a->view;
-  tile_cursor cursor = {.attended = {.stop = view->len}, .num_kv_heads = view->num_kv_heads, .stop = view->len};
+  tile_cursor cursor = {.attended = {.stop = view->len}, .stop = view->len};
   workspace *w = a->workspace;
   const kvedge_slice_place all = {.block = {.count = a->num_rows}, .num_kv_heads = view->num_kv_heads};
   w->queries = kvedge_queries_for(a, &all, 0);

@@ -5,11 +5,10 @@
 
 #include "attention/internal.h"
 
-/* Tokens token..token+num_tokens-1 of some heads, as a table of blocks of keys, and one of values. */
+/* Tokens token..token+num_tokens-1 of all heads, as a table of blocks of keys, and one of values. */
 typedef struct {
   int64_t token;
-  int num_tokens;            /* 0: there is none */
-  int kv_head, num_kv_heads; /* those of the slice */
+  int num_tokens; /* 0: there is none */
   int num_blocks[SIDES];
   int first[SIDES];                              /* of runs: where in the first one the tile begins; else 0 */
   int in_order;                                  /* the blocks lie side by side */

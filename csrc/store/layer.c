@@ -340,6 +340,11 @@ static void append_checked(kvedge_layer *layer, const token_rows *rows, const kv
   set_appended(layer, rows->position + rows->num_tokens);
 }
 
+static void raise_bounds(kvedge_bounds *bound, const kvedge_bounds *other) {
+  if (other->keys > bound->keys) bound->keys = other->keys;
+  if (other->values > bound->values) bound->values = other->values;
+}
+
 /* Tokens first..stop-1 of some, chunk by chunk; raises their bound. */
 static kvedge_status write_chunks(const kvedge_layer *layer, const token_rows *rows, int64_t first, int64_t stop,
                                   int64_t chunk, kvedge_bounds *bound) {
@@ -350,8 +355,7 @@ static kvedge_status write_chunks(const kvedge_layer *layer, const token_rows *r
     const kvedge_status status = check_tokens(layer, &some, &of_chunk);
     if (status != KVEDGE_OK) return status;
     store_rows(layer, &some);
-    bound->keys = bound->keys > of_chunk.keys ? bound->keys : of_chunk.keys;
-    bound->values = bound->values > of_chunk.values ? bound->values : of_chunk.values;
+    raise_bounds(bound, &of_chunk);
   }
   return KVEDGE_OK;
 }
@@ -378,7 +382,8 @@ static void write_task(void *context, int task, int next, int slot, int thread, 
                                  &w->bound[task]);
 }
 
-/* The same on several threads. The error is that of the first tokens that have one. */
+/* The same on several threads. The error is that of the first tokens that have one. What tasks write may lie on this stack:
+ * each of them has ended when the call returns. */
 static kvedge_status write_on_threads(const kvedge_layer *layer, const token_rows *rows, int64_t chunk, int threads,
                                       kvedge_bounds *bound) {
   const int64_t chunks = (rows->num_tokens + chunk - 1) / chunk;
@@ -390,8 +395,7 @@ static kvedge_status write_on_threads(const kvedge_layer *layer, const token_row
   kvedge_job_run(job, (kvedge_work){.context = &w, .num_tasks = num_tasks, .once = 1, .run = write_task}, threads);
   for (int i = 0; i < num_tasks; i++) {
     if (w.status[i] != KVEDGE_OK) return w.status[i];
-    bound->keys = bound->keys > w.bound[i].keys ? bound->keys : w.bound[i].keys;
-    bound->values = bound->values > w.bound[i].values ? bound->values : w.bound[i].values;
+    raise_bounds(bound, &w.bound[i]);
   }
   return KVEDGE_OK;
 }
