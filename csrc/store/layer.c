@@ -373,26 +373,22 @@ typedef struct {
   kvedge_bounds bound[MOST_WRITE_TASKS];
 } write_work;
 
-static void write_task(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
+static void write_task(void *context, int task) {
   write_work *w = context;
-  (void)next, (void)slot, (void)thread, (void)stop;
   const int64_t first = task * w->of_task, left = w->rows->num_tokens - first;
   w->bound[task] = (kvedge_bounds){0.0f, 0.0f};
   w->status[task] = write_chunks(w->layer, w->rows, first, first + (left < w->of_task ? left : w->of_task), w->chunk,
                                  &w->bound[task]);
 }
 
-/* The same on several threads. The error is that of the first tokens that have one. What tasks write may lie on this stack:
- * each of them has ended when the call returns. */
+/* The same on several threads. The error is that of the first tokens that have one. */
 static kvedge_status write_on_threads(const kvedge_layer *layer, const token_rows *rows, int64_t chunk, int threads,
                                       kvedge_bounds *bound) {
   const int64_t chunks = (rows->num_tokens + chunk - 1) / chunk;
   const int64_t of_task = (chunks + MOST_WRITE_TASKS - 1) / MOST_WRITE_TASKS * chunk;
   write_work w = {.layer = layer, .rows = rows, .chunk = chunk, .of_task = of_task};
   const int num_tasks = (int)((rows->num_tokens + of_task - 1) / of_task);
-  kvedge_job *job = kvedge_job_take(1);
-  if (!job) return write_chunks(layer, rows, 0, rows->num_tokens, chunk, bound);
-  kvedge_job_run(job, (kvedge_work){.context = &w, .num_tasks = num_tasks, .once = 1, .run = write_task}, threads);
+  kvedge_run_once(write_task, &w, num_tasks, threads);
   for (int i = 0; i < num_tasks; i++) {
     if (w.status[i] != KVEDGE_OK) return w.status[i];
     raise_bounds(bound, &w.bound[i]);

@@ -97,24 +97,16 @@ typedef struct {
   int64_t at;
 } run_to_store;
 
-static void run_task(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
+static void store_head(void *context, int head) {
   const run_to_store *of = context;
-  (void)next, (void)slot, (void)thread, (void)stop;
-  store_head_of_run(of->side, of->rows, 0, task, of->at);
+  store_head_of_run(of->side, of->rows, 0, head, of->at);
 }
 
 void kvedge_run_store(const kvedge_side *side, const kvedge_array *rows, int64_t at) {
   const double us = (double)KVEDGE_RUN * side->num_kv_heads * side->shape.dim / KVEDGE_RUN_VALUES_PER_US;
-  const int threads = kvedge_is_of_runs(side->format) ? kvedge_threads_for(us, 0) : 1;
-  kvedge_job *job = threads > 1 ? kvedge_job_take(sizeof(run_to_store)) : NULL;
-  if (!job) {
-    kvedge_rows_store(side, rows, KVEDGE_RUN, at);
-    return;
-  }
-  run_to_store *of = kvedge_job_memory(job);
-  *of = (run_to_store){side, rows, at};
-  kvedge_job_run(job, (kvedge_work){.context = of, .num_tasks = side->num_kv_heads, .once = 1, .run = run_task},
-                 threads);
+  run_to_store of = {side, rows, at};
+  if (kvedge_is_of_runs(side->format)) kvedge_run_once(store_head, &of, side->num_kv_heads, kvedge_threads_for(us, 0));
+  else kvedge_rows_store(side, rows, KVEDGE_RUN, at);
 }
 
 /* ---- Rows ------------------------------------------------------------------------------------ */

@@ -551,6 +551,27 @@ void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads) {
   }
 }
 
+typedef struct {
+  void (*run)(void *context, int task);
+  void *context;
+} simple_tasks;
+
+static void run_simple_task(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
+  const simple_tasks *of = context;
+  (void)next, (void)slot, (void)thread, (void)stop;
+  of->run(of->context, task);
+}
+
+void kvedge_run_once(void (*run)(void *context, int task), void *context, int num_tasks, int num_threads) {
+  kvedge_job *job = num_threads > 1 ? kvedge_job_take(sizeof(simple_tasks)) : NULL;
+  for (int task = 0; !job && task < num_tasks; task++) run(context, task);
+  if (!job) return;
+  simple_tasks *of = kvedge_job_memory(job);
+  *of = (simple_tasks){run, context};
+  kvedge_job_run(job, (kvedge_work){.context = of, .num_tasks = num_tasks, .once = 1, .run = run_simple_task},
+                 num_threads);
+}
+
 void kvedge_quiesce(void) {
   if (atomic_load(&pool.num_late) == 0) return;
   pthread_mutex_lock(&pool.lock);

@@ -37,6 +37,10 @@ int kvedge_job_threads(int num_threads, int num_tasks);
 /* Runs the work on up to num_threads threads, this one included, and gives the job back. */
 void kvedge_job_run(kvedge_job *job, kvedge_work work, int num_threads);
 
+/* Runs tasks that write each to memory of their own, each once, on up to num_threads threads; all have ended when it
+ * returns. */
+void kvedge_run_once(void (*run)(void *context, int task), void *context, int num_tasks, int num_threads);
+
 /* A number of this process among those that were forked from one another, once it was asked to watch for forks. */
 uint32_t kvedge_process(void);
 void kvedge_watch_forks(void);
