@@ -183,6 +183,34 @@ static void test_cuts(void) {
   end();
 }
 
+/* A prompt that several threads store is the same to the bit; with a number that is not finite nothing is appended. */
+static void test_appends(void) {
+  begin("prompts stored by several threads");
+  enum { TOKENS = 1500, CHANNELS = KV_HEADS * DIM };
+  float *x = random_floats(TOKENS * CHANNELS, 1.0f), *read = malloc(2 * TOKENS * CHANNELS * sizeof *read);
+  const int formats[] = {KVEDGE_INT8, KVEDGE_FLOAT16, KVEDGE_KIVI4};
+  for (int i = 0; i < 6; i++) {
+    kvedge_layer_config config = {
+        .capacity = TOKENS, .num_kv_heads = KV_HEADS, .head_dim = DIM, .format = formats[i % 3]};
+    if (i >= 3 || formats[i % 3] == KVEDGE_KIVI4) config.recent = 40, config.sinks = 4;
+    for (int many = 0; many < 2; many++) {
+      kvedge_layer *mine = NULL;
+      CHECK(kvedge_set_num_threads(many ? 4 : 1) == KVEDGE_OK &&
+            kvedge_layer_create(&config, NULL, &mine) == KVEDGE_OK);
+      x[(TOKENS - 7) * CHANNELS] = NAN;
+      CHECK(kvedge_layer_append(mine, x, x, TOKENS) == KVEDGE_ERROR_NONFINITE && kvedge_layer_len(mine) == 0);
+      x[(TOKENS - 7) * CHANNELS] = 0.5f;
+      CHECK(kvedge_layer_append(mine, x, x, TOKENS) == KVEDGE_OK);
+      CHECK(kvedge_layer_get(mine, 0, 0, 0, TOKENS, read + many * TOKENS * CHANNELS) == KVEDGE_OK);
+      kvedge_layer_destroy(mine);
+    }
+    CHECK(memcmp(read, read + TOKENS * CHANNELS, TOKENS * CHANNELS * sizeof *read) == 0);
+  }
+  CHECK(kvedge_set_num_threads(3) == KVEDGE_OK);
+  free(x), free(read);
+  end();
+}
+
 /* ---- Threads of the process's own ---- */
 
 typedef struct {
@@ -431,6 +459,7 @@ int main(void) {
   end();
   test_thread_counts();
   test_cuts();
+  test_appends();
   test_executor();
   test_lookout();
   test_callers_beside_each_other();
