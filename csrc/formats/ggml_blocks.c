@@ -36,8 +36,9 @@ static void decode(const kvedge_block_codes *of, const char *blocks, int64_t num
 static float bound(const kvedge_block_codes *of, const char *blocks, int64_t num_blocks) {
   float largest = 0.0f;
   for (int64_t i = 0; i < num_blocks; i++, blocks += of->codes_at + CODES_BYTES) {
-    largest = fmaxf(largest, fabsf(half_at(blocks)));
-    if (of->mins_at) largest = fmaxf(largest, fabsf(half_at(blocks + of->mins_at)) / 127.0f); /* as the largest code */
+    largest = kvedge_larger(largest, fabsf(half_at(blocks)));
+    if (of->mins_at)
+      largest = kvedge_larger(largest, fabsf(half_at(blocks + of->mins_at)) / 127.0f); /* as the largest code */
   }
   return largest;
 }

@@ -42,6 +42,10 @@ static inline uint16_t kvedge_half_of_float(float x) {
   return (uint16_t)(sign | kvedge_choose(magnitude < 0x38800000u, subnormal, normal));
 }
 
+/* The larger, for what is at least 0. Not fmaxf(): gcc 12 for aarch64 ends in an internal error where it makes vector code
+ * of the largest of many halves. */
+static inline float kvedge_larger(float a, float b) { return a > b ? a : b; }
+
 static inline float kvedge_float_of_bfloat(uint16_t bits) { return kvedge_float_of_bits((uint32_t)bits << 16); }
 
 /* The nearest bfloat16, ties to even; may be infinite. */

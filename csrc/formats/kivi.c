@@ -172,7 +172,7 @@ static float bound_of_run(const kvedge_row_shape *shape, int bits, int of_values
     for (size_t j = 0; j < n; j++) {
       const float low = kvedge_float_of_half(p.lows[j]);
       const float high = low + (float)((1 << bits) - 1) * kvedge_float_of_half(p.steps[j]);
-      largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
+      largest = kvedge_larger(largest, kvedge_larger(fabsf(low), fabsf(high)));
     }
   }
   return largest;

@@ -58,7 +58,7 @@ static float bound_q8_0(const kvedge_row_shape *shape, const void *codes, const 
   const char *group = codes;
   float largest = 0.0f;
   for (int64_t i = 0; i < num_rows * shape->num_groups; i++, group += GROUP_BYTES)
-    largest = fmaxf(largest, scale_of(group));
+    largest = kvedge_larger(largest, scale_of(group));
   return largest;
 }
 

@@ -35,7 +35,7 @@ static inline float kvedge_largest_scale(const kvedge_row_shape *shape, const vo
   (void)codes;
   float largest = 0.0f;
   for (int64_t i = 0; i < num_rows * shape->num_groups; i++)
-    largest = fmaxf(largest, kvedge_load_scale(scales, shape->scale_type, i));
+    largest = kvedge_larger(largest, kvedge_load_scale(scales, shape->scale_type, i));
   return largest;
 }
 
