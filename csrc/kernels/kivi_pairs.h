@@ -65,7 +65,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, int left, const int16_t *
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
       word[v] = vectors > 1 || left >= FLOATS ? load_words(from + 4 * FLOATS * v) : load_first_words(from, left);
-      if (v * FLOATS % 16 > 0) continue;
+      if (v * FLOATS % 16 > 0 || !w->ahead) continue;
       __builtin_prefetch((const void *)(next + 4 * FLOATS * (unsigned)v), 0, 2);
       __builtin_prefetch((const void *)(again + 4 * FLOATS * (unsigned)v), 0, 2);
     }
@@ -101,7 +101,7 @@ KVEDGE_INLINE void clear_sums(const int count, const int vectors, lane_sums sum)
  * the middle code adds to those of the numbers: in units. (`count` and `bits`: constants where
  * this is inlined.) */
 KVEDGE_INLINE void quantize_for_run(const run_scoring *s, const run_arrays *run, const int count, const int bits,
-                                    int16_t (*numbers)[1024], float constant[RUN_QUERIES]) {
+                                    int16_t (*numbers)[RUN_ROW], float constant[RUN_QUERIES]) {
   const int dim = s->keys->dim;
   const floats most = all_floats((float)(1 << (bits - 1)));
   floats added[RUN_QUERIES];
@@ -145,7 +145,7 @@ KVEDGE_INLINE void quantize_for_run(const run_scoring *s, const run_arrays *run,
 KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int bits) {
   const int vectors = vectors_for(count);
   const size_t bytes = bytes_of_words(s->keys->dim, bits, 0), of_run = bytes_of_run(s->keys->dim, bits, 0);
-  int16_t (*numbers)[1024] = (void *)s->scratch;
+  int16_t (*numbers)[RUN_ROW] = (void *)s->scratch;
   for (int r = s->first_run; r < s->stop_run; r++) {
     const tile_run run = run_of_tile(s->keys, r, 0);
     float constant[RUN_QUERIES], within[RUN_QUERIES][RUN];
@@ -155,7 +155,7 @@ KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int 
       const lane_words at = words_of_run(s->keys, r, &run.arrays, 0, 4 * t);
       lane_sums sum;
       clear_sums(count, vectors, sum);
-      multiply_words(&at, FLOATS, numbers[0], 1024, bits, count, vectors, sum);
+      multiply_words(&at, FLOATS, numbers[0], RUN_ROW, bits, count, vectors, sum);
 #pragma GCC unroll 4
       for (int i = 0; i < count; i++) {
         float *to = (run.first > 0 ? within[i] : s->scores + i * KVEDGE_TILE + run.at) + t;
@@ -195,9 +195,10 @@ static int choose_units(const kvedge_query *q, int padded, const uint16_t *steps
 
 static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   char *scratch = q->scratch;
+  kvedge_tile tile = *keys;
   uint16_t *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps);
-  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_QUERY_ROWS];
-  run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
+  float (*x)[RUN_ROW] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_QUERY_ROWS];
+  run_scoring s = {.q = q, .keys = &tile, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
   if (q->planes == 3 || (keys->bits == 8 && keys->dim > CHANNELS_OF_8_BITS)) {
     scores_in_floats(q, keys, scores, accumulate);
     return;
@@ -208,6 +209,7 @@ static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile
       scores_in_floats(q, keys, scores, accumulate); /* of the whole tile: it is rare */
       return;
     }
+    tile.next = keys->next;
     for (int n, first = 0; first < q->num_queries; first += n) {
       n = q->num_queries - first < RUN_QUERIES ? q->num_queries - first : RUN_QUERIES;
       for (int i = 0; i < n; i++) {
@@ -218,6 +220,7 @@ static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile
       s.unit = unit + first, s.scores = scores + first * KVEDGE_TILE;
       static void (*const of[3][RUN_QUERIES])(const run_scoring *) = {TABLE_BY_BITS(score)};
       of[keys->bits / 4][n - 1](&s);
+      tile.next.blocks = NULL; /* the next tile is prefetched once */
     }
   }
 }

@@ -15,6 +15,8 @@ enum {
   RUN_LANES = 16,  /* independent sums, as in portable.h */
   RUN_QUERIES = 4, /* that words are unpacked for at a time */
   MOST_LANES = 64, /* tokens, or channels, that are worked on together */
+  RUN_ROW = 1024 +
+            32, /* elements of a query in working memory: not 4 KB apart, or loads of one wait for stores of the next */
 };
 
 #if defined(__clang__)
@@ -282,7 +284,7 @@ typedef struct {
   const kvedge_query *q;
   const kvedge_tile *keys;
   int first_run, stop_run, padded;
-  float (*x)[1024];
+  float (*x)[RUN_ROW];
   const float *unit; /* (count) */
   float *scores;
   char *scratch; /* working memory that is left */
@@ -334,11 +336,13 @@ KVEDGE_INLINE void sum_by_groups(const kvedge_probabilities *p, const kvedge_til
   char *scratch = p->scratch;
   float (*room)[KVEDGE_TILE] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *room);
   step_columns *columns = kvedge_take_scratch(&scratch, sizeof *columns);
+  kvedge_tile again = *values; /* for further queries: the next tile is prefetched once */
+  again.next.blocks = NULL;
   for (int g = 0; g * GROUP < values->dim; g++) {
     read_steps(values, g, columns);
     for (int i = 0, n; i < p->num_queries; i += n) {
       n = p->num_queries - i < most ? p->num_queries - i : most;
-      run_sums w = {.values = values,
+      run_sums w = {.values = i ? &again : values,
                     .group = g,
                     .columns = columns,
                     .unit_tokens = p->planes == 3 ? RUN : 2 * RUN,

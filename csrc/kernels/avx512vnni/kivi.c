@@ -18,8 +18,8 @@
 #include "kernels/kivi_portable.h"
 
 enum {
-  DIGITS = KVEDGE_QUANTIZED_BYTES / 2 * 1024, /* bytes of a query's: by 64 of them, CODES_OF_64 each */
-  MOST_VECTORS = 4,                           /* of 16 lanes that are worked on together */
+  DIGITS = 4 * 1024 + 192, /* bytes of a query's: of each four numbers 8 bytes, or of three planes 16; not 4 KB apart */
+  MOST_VECTORS = 4,        /* of 16 lanes that are worked on together */
 };
 
 KVEDGE_INLINE __mmask16 first_of_16(int n) { return (__mmask16)first_bytes(n); }
@@ -28,50 +28,61 @@ KVEDGE_INLINE __m512 floats_at(const uint16_t *halves) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
 }
 
-/* ---- Digits ---- */
-
-/* Of the numbers that meet the codes of a word: first those of the first codes of its four
- * bytes, then of the second ones. */
-KVEDGE_INLINE __m512i order_of_digits(int bits) {
-  return _mm512_broadcast_i32x4(bits == 8   ? _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-                                : bits == 4 ? _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
-                                            : _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-}
-
-/* Bytes of 64 numbers as packs leave them, dword e of lane L being that of numbers 16 e + 4 L, in order. */
-KVEDGE_INLINE void put_digits(__m512i packed, __m512i order, int8_t *digits) {
-  const __m512i by_lane = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(digits, _mm512_shuffle_epi8(_mm512_permutexvar_epi32(by_lane, packed), order));
-}
+/* ---- Digits ----
+ *
+ * Of the numbers that meet the codes of a word: first those of the first codes of its four bytes, then of the second ones. Of
+ * each four numbers the highest digits come first. */
 
 /* What signed numbers are raised by, so that their digits but the first are those of an unsigned one less 128. */
 KVEDGE_INLINE int32_t carry_of(const int planes) { return planes == 3 ? 0x8080 : 0x80; }
 
-/* 64 integers, raised by carry_of() if they are signed, as digits of `planes` planes, 2 or 3.
- * (`planes` and `is_signed`: constants where this is inlined.) */
-KVEDGE_INLINE void split_digits(const __m512i number[4], const int planes, const int is_signed, __m512i order,
-                                int8_t *digits) {
-  const __m512i low_byte = _mm512_set1_epi32(0xff), low_of_word = _mm512_set1_epi16(0xff);
-  const __m512i less = _mm512_set1_epi8((char)(is_signed ? 0x80 : 0));
-  __m512i x[4];
+/* Bytes that digits of four numbers take. */
+KVEDGE_INLINE int digits_of_4(const int planes) { return planes == 3 ? 16 : 8; }
+
+/* Two digits each of 32 numbers of 16 bits. (`bits`: 4 or 8; a constant where this is inlined.) */
+KVEDGE_INLINE __m512i split_words(__m512i numbers, const int bits) {
+  return _mm512_shuffle_epi8(
+      numbers, _mm512_broadcast_i32x4(bits == 8 ? _mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14)
+                                                : _mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14)));
+}
+
+/* Three digits each of 16 numbers of 24 bits, and a byte of no use. */
+KVEDGE_INLINE __m512i split_dwords(__m512i numbers, const int bits) {
+  const __m512i by_word = bits == 8   ? _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+                          : bits == 4 ? _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)
+                                      : _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return split_bytes(bits == 8 ? numbers : _mm512_permutexvar_epi32(by_word, numbers), 3);
+}
+
+/* Words as packs leave them, those of two vectors of 16 numbers. */
+KVEDGE_INLINE __m512i in_order(__m512i packed) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
+}
+
+/* 64 unsigned numbers as digits of `planes` planes, 2 or 3. (A constant where this is inlined.) */
+KVEDGE_INLINE void put_digits(const __m512i number[4], const int planes, const int bits, int8_t *digits) {
 #pragma GCC unroll 4
-  for (int v = 0; v < 4; v++) {
-    x[v] = number[v];
-    if (planes == 3) x[v] = is_signed ? _mm512_srai_epi32(x[v], 8) : _mm512_srli_epi32(x[v], 8);
-  }
-  if (planes == 3) {
-    __m512i low[4];
+  for (int v = 0; v < 4 && planes == 3; v++) _mm512_storeu_si512(digits + 64 * v, split_dwords(number[v], bits));
+#pragma GCC unroll 2
+  for (int v = 0; v < 4 && planes == 2; v += 2)
+    _mm512_storeu_si512(digits + 32 * v, split_words(in_order(_mm512_packus_epi32(number[v], number[v + 1])), bits));
+}
+
+/* The same of signed numbers that were raised by carry_of(), whose digits are added to those of each plane in turn. */
+KVEDGE_INLINE void put_signed(const __m512i number[4], const int planes, const int bits, int8_t *digits, __m512i *sum) {
+  const __m512i ones = _mm512_set1_epi8(1);
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) low[v] = _mm512_and_si512(number[v], low_byte);
-    low[0] = _mm512_packus_epi16(_mm512_packs_epi32(low[0], low[1]), _mm512_packs_epi32(low[2], low[3]));
-    put_digits(_mm512_xor_si512(low[0], less), order, digits + 128);
+  for (int v = 0; v < 4; v += planes == 3 ? 1 : 2) {
+    __m512i split;
+    if (planes == 3) {
+      split = split_dwords(_mm512_xor_si512(number[v], _mm512_set1_epi32(carry_of(3))), bits);
+    } else {
+      const __m512i words = in_order(_mm512_packs_epi32(number[v], number[v + 1]));
+      split = split_words(_mm512_xor_si512(words, _mm512_set1_epi16(0x80)), bits);
+    }
+    multiply_add(sum, ones, split);
+    _mm512_storeu_si512(digits + 16 * v * digits_of_4(planes) / 4, split);
   }
-  const __m512i a = is_signed ? _mm512_packs_epi32(x[0], x[1]) : _mm512_packus_epi32(x[0], x[1]);
-  const __m512i b = is_signed ? _mm512_packs_epi32(x[2], x[3]) : _mm512_packus_epi32(x[2], x[3]);
-  const __m512i low = _mm512_packus_epi16(_mm512_and_si512(a, low_of_word), _mm512_and_si512(b, low_of_word));
-  put_digits(_mm512_xor_si512(low, less), order, digits + 64);
-  if (is_signed) put_digits(_mm512_packs_epi16(_mm512_srai_epi16(a, 8), _mm512_srai_epi16(b, 8)), order, digits);
-  else put_digits(_mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)), order, digits);
 }
 
 /* ---- Products ---- */
@@ -102,16 +113,17 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const in
   uintptr_t next = (uintptr_t)words + w->ahead, again = next - w->after;
   for (int n = 0; n < w->num; n++, words += w->stride) {
     __m512i word[MOST_VECTORS];
-    if (n > 0 && n % (2 * bits) == 0) digits += CODES_OF_64 - 64;
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
       word[v] = v == vectors - 1 ? _mm512_maskz_loadu_epi32(there, words + 64 * v) : _mm512_loadu_si512(words + 64 * v);
       if (of_values && bits == 8) word[v] = _mm512_xor_si512(word[v], _mm512_set1_epi8((char)0x80));
-      _mm_prefetch((const char *)(next + 64 * v), _MM_HINT_T1);
-      _mm_prefetch((const char *)(again + 64 * v), _MM_HINT_T1);
+      if (w->ahead) {
+        _mm_prefetch((const char *)(next + 64 * v), _MM_HINT_T1);
+        _mm_prefetch((const char *)(again + 64 * v), _MM_HINT_T1);
+      }
     }
 #pragma GCC unroll 2
-    for (int k = 0; k < 8 / bits; k++, digits += 4) {
+    for (int k = 0; k < 8 / bits; k++, digits += digits_of_4(planes)) {
       __m512i codes[MOST_VECTORS];
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) {
@@ -125,7 +137,7 @@ KVEDGE_INLINE void multiply_words(const lane_words *w, __mmask16 there, const in
         for (int b = 0; b < planes; b++)
 #pragma GCC unroll 4
           for (int v = 0; v < vectors; v++)
-            multiply_digits(&sum[i][b][v][chains == 2 ? k % 2 : 0], codes[v], digits + i * DIGITS + 64 * b, of_values);
+            multiply_digits(&sum[i][b][v][chains == 2 ? k % 2 : 0], codes[v], digits + i * DIGITS + 4 * b, of_values);
     }
     next += (uintptr_t)w->stride, again += (uintptr_t)w->stride;
   }
@@ -156,34 +168,38 @@ KVEDGE_INLINE void copy_halves(const uint16_t *from, int n, uint16_t *to) {
     _mm512_storeu_si512(to + d, _mm512_maskz_loadu_epi16((__mmask32)first_bytes(n > d ? n - d : 0), from + d));
 }
 
+/* Steps and middles of 64 channels of a run from d on; those past the last are 0. */
+KVEDGE_INLINE void read_steps(const kvedge_tile *keys, const run_arrays *run, int d, __m512 most, __m512 steps[4],
+                              __m512 middles[4]) {
+  const uint16_t *steps_of = run->steps + d, *lows_of = run->lows + d;
+  uint16_t last[2][64];
+  if (keys->dim - d < 64) {
+    copy_halves(steps_of, keys->dim - d, last[0]);
+    copy_halves(lows_of, keys->dim - d, last[1]);
+    steps_of = last[0], lows_of = last[1];
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; v++) {
+    steps[v] = floats_at(steps_of + 16 * v);
+    middles[v] = _mm512_fmadd_ps(steps[v], most, floats_at(lows_of + 16 * v));
+  }
+}
+
 /* Digits of queries times a run's steps; returns their sums of products with all middles, less
  * what the middle code adds to those of the digits: in units. (`count`, `planes` and `bits`:
  * constants where this is inlined.) */
 KVEDGE_INLINE __m128 quantize_for_run(const run_scoring *s, const run_arrays *run, const int count, const int planes,
                                       const int bits, int8_t (*digits)[DIGITS]) {
   const __m512 most = _mm512_set1_ps((float)(1 << (bits - 1))), carry = _mm512_set1_ps((float)carry_of(planes));
-  const __m512i order = order_of_digits(bits);
+  const __m512 of_planes =
+      _mm512_broadcast_f32x4(planes == 3 ? _mm_setr_ps(65536, 256, 1, 0) : _mm_setr_ps(256, 1, 256, 1));
   __m512 constant[RUN_QUERIES];
-  __m512i total[RUN_QUERIES];
+  __m512i total[RUN_QUERIES]; /* of digits: of each plane in turn */
 #pragma GCC unroll 4
-  for (int i = 0; i < RUN_QUERIES; i++) {
-    constant[i] = _mm512_setzero_ps();
-    total[i] = _mm512_set1_epi32(-carry_of(planes) * (s->padded / 16));
-  }
+  for (int i = 0; i < RUN_QUERIES; i++) constant[i] = _mm512_setzero_ps(), total[i] = _mm512_setzero_si512();
   for (int d = 0; d < s->padded; d += 64) {
-    const uint16_t *steps_of = run->steps, *lows_of = run->lows;
-    uint16_t last[2][64];
     __m512 steps[4], middles[4];
-    if (s->keys->dim - d < 64) { /* those past the last are 0 */
-      copy_halves(run->steps + d, s->keys->dim - d, last[0]);
-      copy_halves(run->lows + d, s->keys->dim - d, last[1]);
-      steps_of = last[0] - d, lows_of = last[1] - d;
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < 4; v++) {
-      steps[v] = floats_at(steps_of + d + 16 * v);
-      middles[v] = _mm512_fmadd_ps(steps[v], most, floats_at(lows_of + d + 16 * v));
-    }
+    read_steps(s->keys, run, d, most, steps, middles);
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++) {
       __m512i number[4];
@@ -191,41 +207,49 @@ KVEDGE_INLINE __m128 quantize_for_run(const run_scoring *s, const run_arrays *ru
       for (int v = 0; v < 4; v++) {
         const __m512 x = _mm512_loadu_ps(s->x[i] + d + 16 * v);
         number[v] = _mm512_cvtps_epi32(_mm512_fmadd_ps(x, steps[v], carry));
-        total[i] = _mm512_add_epi32(total[i], number[v]);
         constant[i] = _mm512_fmadd_ps(x, middles[v], constant[i]);
       }
-      split_digits(number, planes, 1, order, digits[i] + d / 64 * CODES_OF_64);
+      put_signed(number, planes, bits, digits[i] + d / 4 * digits_of_4(planes), &total[i]);
     }
   }
 #pragma GCC unroll 4
-  for (int i = 0; i < count; i++) constant[i] = _mm512_fnmadd_ps(most, _mm512_cvtepi32_ps(total[i]), constant[i]);
+  for (int i = 0; i < count; i++)
+    constant[i] = _mm512_fnmadd_ps(_mm512_mul_ps(most, of_planes), _mm512_cvtepi32_ps(total[i]), constant[i]);
   return reduce_4(ADD, constant);
 }
 
-KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int planes, const int bits) {
+/* Scores of a run, by digits of queries. (Constants, as above.) */
+KVEDGE_INLINE void score_run(const run_scoring *s, int r, const int count, const int planes, const int bits,
+                             const int8_t *digits, const float *constant) {
   enum { VECTORS = RUN / 16 };
-  const size_t bytes = bytes_of_words(s->keys->dim, bits, 0), of_run = bytes_of_run(s->keys->dim, bits, 0);
+  if (s->keys->bits != bits) __builtin_unreachable(); /* else words are counted by dividing */
+  const tile_run run = run_of_tile(s->keys, r, 0);
+  const lane_words words = words_of_run(s->keys, r, &run.arrays, 0, 0);
+  word_sums sum;
+  float within[RUN];
+  prefetch_run(s->keys, r, bytes_of_words(s->keys->dim, bits, 0), bytes_of_run(s->keys->dim, bits, 0));
+  clear_sums(count, planes, VECTORS, sum);
+  multiply_words(&words, 0xffff, digits, bits, 0, count, planes, VECTORS, sum);
+#pragma GCC unroll 4
+  for (int i = 0; i < count; i++) {
+    float *to = run.first > 0 ? within : s->scores + i * KVEDGE_TILE + run.at;
+    const __m512 unit = _mm512_set1_ps(s->unit[i]), plus = _mm512_set1_ps(constant[i] * s->unit[i]);
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; v++) {
+      const __m512 total = total_of_sums(planes, chains_of(count, planes, VECTORS), v, sum[i]);
+      _mm512_storeu_ps(to + 16 * v, _mm512_fmadd_ps(total, unit, plus));
+    }
+    if (run.first > 0) put_run_scores(&run, within, s->scores + i * KVEDGE_TILE);
+  }
+}
+
+KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int planes, const int bits) {
   int8_t (*digits)[DIGITS] = (void *)s->scratch;
   for (int r = s->first_run; r < s->stop_run; r++) {
-    const tile_run run = run_of_tile(s->keys, r, 0);
-    const lane_words words = words_of_run(s->keys, r, &run.arrays, 0, 0);
-    word_sums sum;
-    float constant[4], within[RUN];
-    _mm_storeu_ps(constant, quantize_for_run(s, &run.arrays, count, planes, bits, digits));
-    prefetch_run(s->keys, r, bytes, of_run);
-    clear_sums(count, planes, VECTORS, sum);
-    multiply_words(&words, 0xffff, digits[0], bits, 0, count, planes, VECTORS, sum);
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++) {
-      float *to = run.first > 0 ? within : s->scores + i * KVEDGE_TILE + run.at;
-      const __m512 unit = _mm512_set1_ps(s->unit[i]), plus = _mm512_set1_ps(constant[i] * s->unit[i]);
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) {
-        const __m512 total = total_of_sums(planes, chains_of(count, planes, VECTORS), v, sum[i]);
-        _mm512_storeu_ps(to + 16 * v, _mm512_fmadd_ps(total, unit, plus));
-      }
-      if (run.first > 0) put_run_scores(&run, within, s->scores + i * KVEDGE_TILE);
-    }
+    const run_arrays run = run_of_tile(s->keys, r, 0).arrays;
+    float constant[RUN_QUERIES];
+    _mm_storeu_ps(constant, quantize_for_run(s, &run, count, planes, bits, digits));
+    score_run(s, r, count, planes, bits, digits[0], constant);
   }
 }
 
@@ -250,13 +274,13 @@ static int most_queries(int planes) { return planes == 2 ? RUN_QUERIES : 2; }
 static int kind_of(int planes, int bits) { return planes == 3 ? 0 : bits / 4; }
 
 /* The largest products of `count` queries, 1 to 4, with steps. (`count`: a constant where this is inlined.) */
-KVEDGE_INLINE void largest_products(const float *x, ptrdiff_t stride, const int count, int padded,
-                                    const uint16_t *steps, float *largest) {
+KVEDGE_INLINE void largest_products(const float *x, ptrdiff_t stride, const int count, int padded, const float *steps,
+                                    float *largest) {
   __m512 most[RUN_QUERIES];
 #pragma GCC unroll 4
   for (int i = 0; i < RUN_QUERIES; i++) most[i] = _mm512_setzero_ps();
   for (int d = 0; d < padded; d += 16) {
-    const __m512 of = floats_at(steps + d);
+    const __m512 of = _mm512_loadu_ps(steps + d);
 #pragma GCC unroll 4
     for (int i = 0; i < count; i++)
       most[i] = _mm512_max_ps(most[i], _mm512_abs_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i * stride + d), of)));
@@ -271,11 +295,14 @@ static int needs_three(const kvedge_query *q, int i, float unit) {
 
 void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, float *scores, int accumulate) {
   char *scratch = q->scratch;
-  uint16_t *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps);
-  float (*x)[1024] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x), unit[KVEDGE_QUERY_ROWS];
-  run_scoring s = {.q = q, .keys = keys, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
+  kvedge_tile tile = *keys;
+  uint16_t *halves = kvedge_take_scratch(&scratch, 1024 * sizeof *halves);
+  float *steps = kvedge_take_scratch(&scratch, 1024 * sizeof *steps), unit[KVEDGE_QUERY_ROWS];
+  float (*x)[RUN_ROW] = kvedge_take_scratch(&scratch, RUN_QUERIES * sizeof *x);
+  run_scoring s = {.q = q, .keys = &tile, .padded = kvedge_padded_channels(keys->dim), .x = x, .scratch = scratch};
   for (s.first_run = 0; s.first_run < num_runs(keys); s.first_run = s.stop_run) {
-    s.stop_run = runs_alike(keys, s.first_run, steps);
+    s.stop_run = runs_alike(keys, s.first_run, halves);
+    for (int d = 0; d < s.padded; d += 16) _mm512_storeu_ps(steps + d, floats_at(halves + d));
     int i = 0, planes = keys->bits > 2 && q->planes < 3 ? 2 : 3;
 #define LARGEST(count) largest_products(q->values + i * q->stride, q->stride, count, s.padded, steps, unit + i)
     BY_FOURS(q->num_queries, LARGEST)
@@ -289,6 +316,7 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
       if (unit[i] < 1.0f && needs_three(q, i, unit[i])) planes = 3;
     }
     const float digits = planes == 3 ? 1.0f : 256.0f;
+    tile.next = keys->next;
     for (int n, most = most_queries(planes), first = 0; first < q->num_queries; first += n) {
       n = q->num_queries - first < most ? q->num_queries - first : most;
       for (int j = 0; j < n; j++) {
@@ -305,6 +333,7 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
           {score_runs_1_of_bytes, score_runs_2_of_bytes, score_runs_3_of_bytes, score_runs_4_of_bytes}
       };
       of[kind_of(planes, keys->bits)][n - 1](&s);
+      tile.next.blocks = NULL; /* the next tile is prefetched once */
     }
   }
 }
@@ -341,12 +370,12 @@ KVEDGE_INLINE void measure_weights(const run_sums *w, const int count, int token
   _mm_storeu_ps(added, reduce_4(ADD, sum));
 }
 
-/* Digits of a query's weights, p times steps times `factor`; returns the sum of these. (`planes`: a constant.) */
-KVEDGE_INLINE float encode_weights_of(const float *p, const float *steps, int tokens, float factor, const int planes,
-                                      __m512i order, int8_t *digits) {
+/* Digits of a query's weights, p times steps times `factor`; returns the sums of these in lanes, where bits are not 8. */
+static RUN_FUNCTION __m512 encode_weights_of(const float *p, const float *steps, int tokens, float factor, int planes,
+                                             int bits, int8_t *digits) {
   const __m512 by = _mm512_set1_ps(factor);
   __m512 sum = _mm512_setzero_ps();
-  for (int t = 0; t < tokens; t += 64, digits += CODES_OF_64) {
+  for (int t = 0; t < tokens; t += 64, digits += 16 * digits_of_4(planes)) {
     __m512i number[4];
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
@@ -359,28 +388,32 @@ KVEDGE_INLINE float encode_weights_of(const float *p, const float *steps, int to
         weight = _mm512_mask_add_ps(weight, small, weight, _mm512_maskz_loadu_ps(there, kvedge_dither + at));
       }
       number[v] = _mm512_cvtps_epi32(weight);
-      sum = _mm512_add_ps(sum, _mm512_cvtepi32_ps(number[v]));
+      if (bits != 8) sum = _mm512_add_ps(sum, _mm512_cvtepi32_ps(number[v]));
     }
-    split_digits(number, planes, 0, order, digits);
+    put_digits(number, planes, bits, digits);
   }
-  return _mm512_reduce_add_ps(sum);
+  return sum;
 }
 
 /* Digits of weights, their units, and what is the same for all channels. (`count` and `planes`: constants where this is
  * inlined.) */
-KVEDGE_INLINE void encode_weights_of_runs(const run_sums *w, const int count, const int planes, int bits,
+KVEDGE_INLINE void encode_weights_of_runs(const run_sums *w, const int count, const int planes, const int bits,
                                           int8_t (*digits)[DIGITS], float *unit, float *constant) {
   const int tokens = num_runs(w->values) * RUN;
-  const __m512i order = order_of_digits(bits);
   const float most = planes == 3 ? WEIGHT_MAX : WEIGHT_MAX_16;
   const float middle = bits == 8 ? 0.0f : (float)(1 << (bits - 1)); /* of bytes it is taken off by them */
+  __m512 sums[RUN_QUERIES];
   measure_weights(w, count, tokens, unit, constant);
+#pragma GCC unroll 4
+  for (int i = 0; i < RUN_QUERIES; i++) sums[i] = _mm512_setzero_ps();
+#pragma GCC unroll 4
   for (int i = 0; i < count; i++) {
     const float factor = unit[i] > WEIGHT_NOTHING ? most / unit[i] : 0.0f;
     unit[i] = unit[i] > WEIGHT_NOTHING ? unit[i] / most : 0.0f;
-    constant[i] -=
-        middle * unit[i] * encode_weights_of(w->p[i], w->columns->steps, tokens, factor, planes, order, digits[i]);
+    sums[i] = encode_weights_of(w->p[i], w->columns->steps, tokens, factor, planes, bits, digits[i]);
   }
+  const __m128 taken = _mm_mul_ps(_mm_mul_ps(_mm_set1_ps(middle), _mm_loadu_ps(unit)), reduce_4(ADD, sums));
+  if (bits != 8) _mm_storeu_ps(constant, _mm_sub_ps(_mm_loadu_ps(constant), taken));
 }
 
 /* 16 * vectors channels of the group from d on, or the first of them. (Constants where this is inlined.) */
@@ -392,7 +425,7 @@ KVEDGE_INLINE void sum_lanes(const run_sums *w, int d, int left, const int count
   for (int r = 0; r < num_runs(w->values); r++) {
     const tile_run run = run_of_tile(w->values, r, 1);
     const lane_words words = words_of_run(w->values, r, &run.arrays, 1, 4 * (w->group * GROUP + d));
-    multiply_words(&words, there, digits[0] + r / 2 * CODES_OF_64 + r % 2 * RUN, bits, 1, count, planes, vectors, sum);
+    multiply_words(&words, there, digits[0] + r * RUN / 4 * digits_of_4(planes), bits, 1, count, planes, vectors, sum);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < count; i++)
@@ -433,19 +466,29 @@ SUM_RUNS(1_of_bytes, 1, 2, 8, 4)
 SUM_RUNS(2_of_bytes, 2, 2, 8, 2)
 SUM_RUNS(3_of_bytes, 3, 2, 8, 2)
 SUM_RUNS(4_of_bytes, 4, 2, 8, 2)
+SUM_RUNS(1_by_3, 1, 3, 4, 4)
+SUM_RUNS(2_by_3, 2, 3, 4, 2)
+SUM_RUNS(3_by_3, 3, 3, 4, 2)
+SUM_RUNS(4_by_3, 4, 3, 4, 2)
+SUM_RUNS(1_of_bytes_by_3, 1, 3, 8, 4)
+SUM_RUNS(2_of_bytes_by_3, 2, 3, 8, 2)
+SUM_RUNS(3_of_bytes_by_3, 3, 3, 8, 2)
+SUM_RUNS(4_of_bytes_by_3, 4, 3, 8, 2)
 SUM_RUNS(1_of_any, 1, 3, w->values->bits, 2)
 SUM_RUNS(2_of_any, 2, 3, w->values->bits, 2)
 #undef SUM_RUNS
 
 void weighted_sum_of_runs_avx512vnni(const kvedge_probabilities *p, const kvedge_tile *values,
                                      const kvedge_accumulators *to) {
-  static run_sum_function *const of[3][RUN_QUERIES] = {
+  static run_sum_function *const of[5][RUN_QUERIES] = {
       {sum_runs_1_of_any, sum_runs_2_of_any},
       {sum_runs_1, sum_runs_2, sum_runs_3, sum_runs_4},
-      {sum_runs_1_of_bytes, sum_runs_2_of_bytes, sum_runs_3_of_bytes, sum_runs_4_of_bytes}
+      {sum_runs_1_of_bytes, sum_runs_2_of_bytes, sum_runs_3_of_bytes, sum_runs_4_of_bytes},
+      {sum_runs_1_by_3, sum_runs_2_by_3, sum_runs_3_by_3, sum_runs_4_by_3},
+      {sum_runs_1_of_bytes_by_3, sum_runs_2_of_bytes_by_3, sum_runs_3_of_bytes_by_3, sum_runs_4_of_bytes_by_3}
   };
-  const int planes = values->bits > 2 && p->planes < 3 ? 2 : 3;
-  sum_by_groups(p, values, to, read_columns_of_runs, of[kind_of(planes, values->bits)], most_queries(planes));
+  const int by_3 = p->planes == 3, kind = values->bits / 4; /* 0: of any bits */
+  sum_by_groups(p, values, to, read_columns_of_runs, of[kind ? kind + 2 * by_3 : 0], kind ? RUN_QUERIES : 2);
 }
 
 KVEDGE_TARGET_END
