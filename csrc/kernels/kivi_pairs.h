@@ -147,12 +147,12 @@ KVEDGE_INLINE void score_pairs(const run_scoring *s, const int count, const int 
   const size_t bytes = bytes_of_words(s->keys->dim, bits, 0), of_run = bytes_of_run(s->keys->dim, bits, 0);
   int16_t (*numbers)[RUN_ROW] = (void *)s->scratch;
   for (int r = s->first_run; r < s->stop_run; r++) {
-    const tile_run run = run_of_tile(s->keys, r, 0);
+    const tile_run run = run_of_tile(s->keys, r, bits, 0);
     float constant[RUN_QUERIES], within[RUN_QUERIES][RUN];
     quantize_for_run(s, &run.arrays, count, bits, numbers, constant);
     prefetch_run(s->keys, r, bytes, of_run);
     for (int t = 0; t < RUN; t += FLOATS * vectors) {
-      const lane_words at = words_of_run(s->keys, r, &run.arrays, 0, 4 * t);
+      const lane_words at = words_of_run(s->keys, r, &run.arrays, bits, 0, 4 * t);
       lane_sums sum;
       clear_sums(count, vectors, sum);
       multiply_words(&at, FLOATS, numbers[0], RUN_ROW, bits, count, vectors, sum);
@@ -230,7 +230,7 @@ static void KVEDGE_NAME(scores_of_runs)(const kvedge_query *q, const kvedge_tile
 static void read_columns_of_pairs(const kvedge_tile *values, int g, step_columns *to) {
   const floats most = all_floats((float)(1 << (values->bits - 1)));
   for (int r = 0; r < num_runs(values); r++) {
-    const run_arrays run = run_of_tile(values, r, 1).arrays;
+    const run_arrays run = run_of_tile(values, r, values->bits, 1).arrays;
     for (int t = 0; t < RUN; t += FLOATS) {
       const floats steps = load_halves(run.steps + g * RUN + t), lows = load_halves(run.lows + g * RUN + t);
       store_floats(to->steps + r * RUN + t, steps);
@@ -293,8 +293,8 @@ KVEDGE_INLINE void sum_lanes(const run_sums *w, int d, int left, const int count
     lane_sums sum;
     clear_sums(count, vectors, sum);
     for (int r = first; r < runs && r < first + w->unit_tokens / RUN; r++) {
-      const tile_run run = run_of_tile(w->values, r, 1);
-      const lane_words at = words_of_run(w->values, r, &run.arrays, 1, 4 * (w->group * GROUP + d));
+      const tile_run run = run_of_tile(w->values, r, bits, 1);
+      const lane_words at = words_of_run(w->values, r, &run.arrays, bits, 1, 4 * (w->group * GROUP + d));
       multiply_words(&at, left, numbers[0] + r * RUN, KVEDGE_TILE, bits, count, vectors, sum);
     }
 #pragma GCC unroll 4

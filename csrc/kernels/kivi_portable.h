@@ -32,8 +32,8 @@ typedef struct {
   int first, count, at;
 } tile_run;
 
-KVEDGE_INLINE tile_run run_of_tile(const kvedge_tile *tile, int r, int of_values) {
-  tile_run run = {.arrays = arrays_of(tile->blocks[r] + tile->offset, tile->dim, tile->bits, of_values)};
+KVEDGE_INLINE tile_run run_of_tile(const kvedge_tile *tile, int r, const int bits, int of_values) {
+  tile_run run = {.arrays = arrays_of(tile->blocks[r] + tile->offset, tile->dim, bits, of_values)};
   run.first = r ? 0 : tile->first;
   run.at = r ? r * RUN - tile->first : 0;
   run.count = tile->num_tokens - run.at < RUN - run.first ? tile->num_tokens - run.at : RUN - run.first;
@@ -166,7 +166,7 @@ static inline void scores_of_runs_portable(const kvedge_query *q, const kvedge_t
   float sum[RUN_QUERIES][MOST_LANES];
   for (int d = dim; d < padded; d++) steps[d] = middles[d] = 0.0f;
   for (int r = 0; r < num_runs(keys); r++) {
-    const tile_run run = run_of_tile(keys, r, 0);
+    const tile_run run = run_of_tile(keys, r, keys->bits, 0);
     floats_of_steps(run.arrays.steps, dim, steps);
     floats_of_steps(run.arrays.lows, dim, lows);
     for (int d = 0; d < dim; d++) middles[d] = lows[d] + steps[d] * most;
@@ -202,7 +202,7 @@ typedef struct {
 static inline void read_columns(const kvedge_tile *values, int g, step_columns *to) {
   const float most = (float)(1 << (values->bits - 1));
   for (int r = 0; r < num_runs(values); r++) {
-    const run_arrays run = run_of_tile(values, r, 1).arrays;
+    const run_arrays run = run_of_tile(values, r, values->bits, 1).arrays;
     float *steps = to->steps + r * RUN, *middles = to->middles + r * RUN;
     floats_of_steps(run.steps + g * RUN, RUN, steps);
     floats_of_steps(run.lows + g * RUN, RUN, middles);
@@ -242,7 +242,7 @@ static inline void weighted_sum_of_runs_portable(const kvedge_probabilities *p, 
         for (int d = 0; d < lanes; d++) sum[j][d] = constant;
       }
       for (int r = 0; r < runs; r++) {
-        const tile_run run = run_of_tile(values, r, 1);
+        const tile_run run = run_of_tile(values, r, values->bits, 1);
         const uint8_t *words = run.arrays.words + 4 * g * GROUP;
         add_all_words(words, num_words(dim, bits, 1), dim, lanes, bits, all, weights[0] + r * RUN, KVEDGE_TILE, sum);
         if (g + i == 0) prefetch_run(values, r, 0, bytes_of_run(dim, bits, 1));
@@ -258,7 +258,7 @@ static inline void weighted_sum_of_runs_portable(const kvedge_probabilities *p, 
 /* ---- What paths share that multiply runs as integers ---- */
 
 /* Words to multiply: `num` of each lane, `stride` bytes apart. The words of the next tile,
- * `ahead` bytes behind these, are prefetched meanwhile, and once more `after` bytes later. */
+ * `ahead` bytes behind these unless that is 0, are prefetched meanwhile, and once more `after` bytes later. */
 typedef struct {
   const uint8_t *words;
   ptrdiff_t stride;
@@ -266,15 +266,15 @@ typedef struct {
   uintptr_t ahead, after;
 } lane_words;
 
-/* Words of run r of a tile, from byte `at` on. Without a next tile the words themselves are
- * prefetched, which costs nothing. */
-KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_arrays *run, int of_values,
-                                      ptrdiff_t at) {
+/* Words of run r of a tile, of codes of `bits` bits, from byte `at` on. (`bits` is no field of the tile, since it is a
+ * constant where this is inlined: words are else counted by dividing.) */
+KVEDGE_INLINE lane_words words_of_run(const kvedge_tile *tile, int r, const run_arrays *run, const int bits,
+                                      int of_values, ptrdiff_t at) {
   const kvedge_prefetch *next = &tile->next;
   const uintptr_t here = (uintptr_t)(tile->blocks[r] + tile->offset);
   return (lane_words){.words = run->words + at,
                       .stride = 4 * num_lanes(tile->dim, of_values),
-                      .num = num_words(tile->dim, tile->bits, of_values),
+                      .num = num_words(tile->dim, bits, of_values),
                       .ahead = next->blocks ? (uintptr_t)(next->blocks[r] + next->offset) - here : 0,
                       .after = next->blocks && next->in_order ? kvedge_prefetch_again_after() : 0};
 }
@@ -299,7 +299,7 @@ static inline int runs_alike(const kvedge_tile *keys, int first, uint16_t *large
   int least = 0, most = 0, r = first; /* as bits of a half, which order as what they stand for */
   memset(largest, 0, (size_t)kvedge_padded_channels(dim) * sizeof *largest);
   for (; r < stop; r++) {
-    const uint16_t *steps = run_of_tile(keys, r, 0).arrays.steps;
+    const uint16_t *steps = run_of_tile(keys, r, keys->bits, 0).arrays.steps;
     uint16_t here = 0;
     for (int d = 0; d < dim; d++) here = steps[d] > here ? steps[d] : here;
     if (here > 0) {

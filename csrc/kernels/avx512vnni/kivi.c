@@ -222,9 +222,8 @@ KVEDGE_INLINE __m128 quantize_for_run(const run_scoring *s, const run_arrays *ru
 KVEDGE_INLINE void score_run(const run_scoring *s, int r, const int count, const int planes, const int bits,
                              const int8_t *digits, const float *constant) {
   enum { VECTORS = RUN / 16 };
-  if (s->keys->bits != bits) __builtin_unreachable(); /* else words are counted by dividing */
-  const tile_run run = run_of_tile(s->keys, r, 0);
-  const lane_words words = words_of_run(s->keys, r, &run.arrays, 0, 0);
+  const tile_run run = run_of_tile(s->keys, r, bits, 0);
+  const lane_words words = words_of_run(s->keys, r, &run.arrays, bits, 0, 0);
   word_sums sum;
   float within[RUN];
   prefetch_run(s->keys, r, bytes_of_words(s->keys->dim, bits, 0), bytes_of_run(s->keys->dim, bits, 0));
@@ -246,7 +245,7 @@ KVEDGE_INLINE void score_run(const run_scoring *s, int r, const int count, const
 KVEDGE_INLINE void score_runs(const run_scoring *s, const int count, const int planes, const int bits) {
   int8_t (*digits)[DIGITS] = (void *)s->scratch;
   for (int r = s->first_run; r < s->stop_run; r++) {
-    const run_arrays run = run_of_tile(s->keys, r, 0).arrays;
+    const run_arrays run = run_of_tile(s->keys, r, bits, 0).arrays;
     float constant[RUN_QUERIES];
     _mm_storeu_ps(constant, quantize_for_run(s, &run, count, planes, bits, digits));
     score_run(s, r, count, planes, bits, digits[0], constant);
@@ -343,7 +342,7 @@ void scores_of_runs_avx512vnni(const kvedge_query *q, const kvedge_tile *keys, f
 static void read_columns_of_runs(const kvedge_tile *values, int g, step_columns *to) {
   const __m512 most = _mm512_set1_ps((float)(1 << (values->bits - 1)));
   for (int r = 0; r < num_runs(values); r++) {
-    const run_arrays run = run_of_tile(values, r, 1).arrays;
+    const run_arrays run = run_of_tile(values, r, values->bits, 1).arrays;
     for (int t = 0; t < RUN; t += 16) {
       const __m512 steps = floats_at(run.steps + g * RUN + t), lows = floats_at(run.lows + g * RUN + t);
       _mm512_storeu_ps(to->steps + r * RUN + t, steps);
@@ -423,8 +422,8 @@ KVEDGE_INLINE void sum_lanes(const run_sums *w, int d, int left, const int count
   word_sums sum;
   clear_sums(count, planes, vectors, sum);
   for (int r = 0; r < num_runs(w->values); r++) {
-    const tile_run run = run_of_tile(w->values, r, 1);
-    const lane_words words = words_of_run(w->values, r, &run.arrays, 1, 4 * (w->group * GROUP + d));
+    const tile_run run = run_of_tile(w->values, r, bits, 1);
+    const lane_words words = words_of_run(w->values, r, &run.arrays, bits, 1, 4 * (w->group * GROUP + d));
     multiply_words(&words, there, digits[0] + r * RUN / 4 * digits_of_4(planes), bits, 1, count, planes, vectors, sum);
   }
 #pragma GCC unroll 4
