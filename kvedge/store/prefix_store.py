@@ -187,6 +187,10 @@ class PrefixStore:
             parent = node.name
         return found
 
+    def forget(self, node: Node) -> None:
+        """Remove a node, and all behind it."""
+        self._index.forget(node)
+
     def touch(self, nodes: Sequence[Node]) -> None:
         """Note that what :meth:`read` gave was of use."""
         with self._index.writing() as db:
