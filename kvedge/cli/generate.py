@@ -91,7 +91,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     session.add_argument(
         "--namespace",
         metavar="TEXT",
-        help="with --prompt-cache: a tenant, an adapter, an image, in whose name FILE is used",
+        help="with --prompt-cache and --prompt-store: a tenant, an adapter, an image, in whose name "
+        "they are used",
     )
     chat.add_options(parser.add_argument_group("chat"))
     ranks.add_options(parser.add_argument_group("several processes, under torchrun"))
@@ -149,9 +150,14 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--state-dtype is for models with states, which run with --hf DIR alone")
     if options.hf is not None and options.samplers is not None:
         raise UsageError("--samplers is for --model: transformers has an order of its own")
-    space = options.namespace
-    if space is not None and (options.prompt_cache is None or not space or not space.isprintable()):
-        raise UsageError("--namespace TEXT, of printable characters, goes with --prompt-cache FILE")
+    if options.hf is None and options.prompt_store is not None:
+        raise UsageError("--prompt-store DIR is for --hf DIR: --prompt-cache FILE is for --model")
+    space, keeps = options.namespace, options.prompt_cache or options.prompt_store
+    if space is not None and (keeps is None or not space or not space.isprintable()):
+        raise UsageError(
+            "--namespace TEXT, of printable characters, goes with --prompt-cache FILE or "
+            "--prompt-store DIR"
+        )
     if options.prompt_cache is not None:
         _refuse(options, ("save_session", "load_session", "chat"), "--prompt-cache")
     chat.check(options)
