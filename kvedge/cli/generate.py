@@ -91,8 +91,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     session.add_argument(
         "--namespace",
         metavar="TEXT",
-        help="with --prompt-cache and --prompt-store: a tenant, an adapter, an image, in whose name "
-        "they are used",
+        help="with --prompt-cache and --prompt-store: a tenant, an adapter, an image, in whose "
+        "name they are used",
     )
     chat.add_options(parser.add_argument_group("chat"))
     ranks.add_options(parser.add_argument_group("several processes, under torchrun"))
