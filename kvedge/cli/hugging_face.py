@@ -13,7 +13,7 @@ from kvedge.cli.figures import tokens_and_speed
 from kvedge.cli.interrupts import code_of
 from kvedge.console.exits import OK, CommandError, UsageError
 from kvedge.console.output import Output, print_json
-from kvedge.console.sizes import format_size, parse_size
+from kvedge.console.sizes import format_size
 from kvedge.console.terminal import show
 from kvedge.core import packages
 from kvedge.store.prefix_store import PrefixStore
@@ -39,18 +39,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=["float32", "bfloat16", "int8"],
         help="what recurrent states are kept as between tokens, in a model that has such: float32, "
         "bfloat16 or int8 (default: what the model computes)",
-    )
-    group.add_argument(
-        "--prompt-store",
-        metavar="DIR",
-        help="take what a folder knows of the prompt, and store what is new ('kvedge store DIR')",
-    )
-    group.add_argument(
-        "--prompt-store-size",
-        type=parse_size,
-        metavar="SIZE",
-        default=8 << 30,
-        help="the most that its files take (default: 8G)",
     )
     group.add_argument(
         "--no-chat", action="store_true", help="give the prompt as it is, without a chat template"

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvedge.errors import InvalidArgumentError
+from kvedge.store.entries import BLOCK, Entry, Known
 from kvedge.store.index import Node
-from kvedge.store.prefix_store import BLOCK, Entry, Known, PrefixStore
+from kvedge.store.prefix_store import PrefixStore
 
 __all__ = ["PrefixCache"]
 

@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+from kvedge.cache.cache import KVCache
 from kvedge.core import checks
 from kvedge.core.checks import checked_path
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError
+from kvedge.store import caches
+from kvedge.store.entries import BLOCK, Entry, Known
 from kvedge.store.files import About, file_size, open_mapped, write
 from kvedge.store.index import DatabaseError, Index, Node
 
-__all__ = ["BLOCK", "Entry", "Known", "PrefixStore"]
+__all__ = ["PrefixStore"]
 
 _Result = TypeVar("_Result")
-
-#: Tokens of a block, which all sequences that begin with the same tokens share.
-BLOCK = 256
-
-
-class Entry(NamedTuple):
-    """What is to be stored of a sequence: a block, or a checkpoint at `stop`.
-
-    A checkpoint has all that blocks up to it have not; it begins where the last of them ends.
-    """
-
-    kind: str  # "block" or "checkpoint"
-    start: int
-    stop: int
-    arrays: Callable[[], Mapping[str, np.ndarray]]  # only called where it is not there yet
-
-
-class Known(NamedTuple):
-    """What a store has of the beginning of a sequence."""
-
-    blocks: list[Node]
-    checkpoints: list[Node]  # by their ends
-    partial: Node | None = None  # a block behind these of which only the first tokens fit
-    shared: int = 0  # tokens that fit, those of `partial` included
-
-    @property
-    def length(self) -> int:
-        """Tokens of the blocks."""
-        return self.blocks[-1].stop if self.blocks else 0
 
 
 class PrefixStore:
@@ -289,6 +263,52 @@ class PrefixStore:
                 f"an entry is a block of {BLOCK} tokens or a checkpoint at most so many behind "
                 f"one, of {length} tokens, not {entry.kind} {entry.start} to {entry.stop}"
             )
+
+    # ---- caches ------------------------------------------------------------------------------
+
+    def save(self, cache: KVCache, token_ids: Any, *, model: str, namespace: str = "") -> int:
+        """Store what a cache holds.
+
+        Parameters
+        ----------
+        cache : kvedge.KVCache
+        token_ids : integers (tokens,)
+            The ids of all its tokens.
+        model : str
+            Which model computed them, as a digest of its weights.
+        namespace : str
+            What else decides what tokens are: a tenant, an adapter, an image.
+
+        Returns
+        -------
+        int
+            Blocks and checkpoints that were new; 0 too where tokens were evicted or shifted, or
+            are fewer than an automatic key scale needs.
+
+        Raises
+        ------
+        InvalidArgumentError, ShapeMismatchError, LayersOutOfStepError
+            A cache with states or pending tokens; ids of another number.
+        OSError
+        """
+        return caches.save(self, cache, token_ids, model, namespace)
+
+    def load(self, cache: KVCache, token_ids: Any, *, model: str, namespace: str = "") -> int:
+        """Let an empty cache hold what is known of a sequence; as :meth:`save` has stored it.
+
+        Give all ids but the last, where its logits are wanted.
+
+        Returns
+        -------
+        int
+            The tokens that the cache holds.
+
+        Raises
+        ------
+        InvalidArgumentError
+            The cache is not empty, or has states.
+        """
+        return caches.load(self, cache, token_ids, model, namespace)
 
     # ---- looking after it ------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,8 +25,9 @@ from kvedge.files.header import corrupt
 from kvedge.files.tensors import check_array
 from kvedge.layer.layer import store_of
 from kvedge.store import rows as stored_rows
-from kvedge.store.index import Node
-from kvedge.store.prefix_store import BLOCK, Entry, Known, PrefixStore
+from kvedge.store.caches import Stored, entries, path_to, positions
+from kvedge.store.entries import Entry
+from kvedge.store.prefix_store import PrefixStore
 from kvedge.transformers import session, states
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
@@ -147,9 +147,11 @@ class Prefixes:
                 continue
             variant = stored_rows.variant_of(store_of(x.rows[i]) for _, x in _attending(cache))
             if variant is not None:
-                entries = list(_entries(cache, i, length - gap))
                 written += self.store.put(
-                    self._identity, row[: length - gap], entries, variant=variant
+                    self._identity,
+                    row[: length - gap],
+                    _entries(cache, i, length - gap),
+                    variant=variant,
                 )
         return written
 
@@ -166,11 +168,11 @@ class Prefixes:
             return 0
         is_plain = _is_plain(cache)
         columns = [
-            {gap + p for p in _positions(known, is_plain)}
+            {gap + p for p in positions(known, is_plain=is_plain)}
             for known, gap in zip(found, gaps, strict=True)
         ]
         for column in sorted(set.intersection(*columns), reverse=True):
-            paths = [_path(k, column - gap, is_plain) for k, gap in zip(found, gaps, strict=True)]
+            paths = [path_to(k, column - gap) for k, gap in zip(found, gaps, strict=True)]
             files = [self.store.read(path) for path in paths]
             if any(arrays is None for arrays in files):
                 continue  # removed meanwhile, or damaged
@@ -241,64 +243,23 @@ def _is_plain(cache: Any) -> bool:
     return not (cache._needs_checkpoints or has_parts)
 
 
-def _positions(known: Known, is_plain: bool) -> set[int]:
-    ends = {node.stop for node in known.checkpoints if node.stop}
-    return ends | set(range(1, known.shared + 1)) if is_plain else ends
-
-
-def _path(known: Known, stop: int, is_plain: bool) -> list[Node]:
-    """The files to read to be at a position."""
-    ends = [node for node in known.checkpoints if node.stop == stop]
-    path = [node for node in known.blocks if node.stop <= stop]
-    if ends:
-        return [*path, ends[0]]
-    if path and path[-1].stop == stop:
-        return path
-    more = next((n for n in (*known.blocks, *known.checkpoints) if n.start < stop < n.stop), None)
-    more = more or known.partial
-    assert is_plain and more is not None
-    return [*path, more]
-
-
 # ---- arrays --------------------------------------------------------------------------------------
 
 
 def _entries(cache: Any, row: int, stop: int) -> Iterator[Entry]:
     """What is to be stored of a row of the batch whose layers stand at a position."""
     attending = _attending(cache)
-    full = [(n, store_of(x.rows[row])) for n, x in attending if _is_full(x)]
-    has_more = cache._needs_checkpoints
-    has_parts = any(store.config.recent_dtype for _, store in full)
 
-    def block(end: int) -> dict[str, np.ndarray]:
+    def more() -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
-        start = end - BLOCK
-        for n, store in full:
-            own = stored_rows.block(store, start, end)
-            arrays |= {f"{n}.{name}": array for name, array in own.items()}
-        return arrays | (_shapes(attending) if not start else {})
-
-    def checkpoint(start: int, end: int, draft: bool) -> dict[str, np.ndarray]:
-        arrays: dict[str, np.ndarray] = {}
-        for n, layer in attending:
-            store = store_of(layer.rows[row])
-            own = stored_rows.checkpoint(store, start if _is_full(layer) else 0, end, draft=draft)
-            arrays |= {f"{n}.{name}": array for name, array in own.items()}
         for n, layer in enumerate(cache.layers):
             if states.has_state(layer):
                 arrays |= {f"{n}.{name}": a for name, a in _states_of(layer, row).items()}
-        return arrays | _shapes(attending)
+        return arrays
 
-    for end in range(BLOCK, stop + 1, BLOCK):
-        yield Entry("block", end - BLOCK, end, partial(block, end))
-        is_there = all(stored_rows.has_last(store, end) for _, store in full)
-        if has_parts and not has_more and end < stop and is_there:
-            yield Entry("checkpoint", end, end, partial(checkpoint, end, end, False))
-    start = stop // BLOCK * BLOCK
-    if (start < stop or has_parts or has_more) and all(
-        stored_rows.has_last(store_of(x.rows[row]), stop) for _, x in attending
-    ):
-        yield Entry("checkpoint", start, stop, partial(checkpoint, start, stop, True))
+    layers = [Stored(n, store_of(x.rows[row]), _is_full(x)) for n, x in attending]
+    needs_end = cache._needs_checkpoints
+    return entries(layers, stop, needs_end=needs_end, first=_shapes(attending), more=more)
 
 
 def _shapes(attending: list[tuple[int, KvedgeLayer]]) -> dict[str, np.ndarray]:

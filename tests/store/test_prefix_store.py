@@ -18,8 +18,8 @@ from hypothesis import given, strategies
 import kvedge
 from kvedge import PrefixStore
 from kvedge.errors import InvalidArgumentError, KvedgeError
+from kvedge.store.entries import BLOCK, Entry
 from kvedge.store.index import INDEX
-from kvedge.store.prefix_store import BLOCK, Entry
 
 ROOT = Path(kvedge.__file__).parents[1]
 

@@ -9,7 +9,7 @@ from kvedge.core.recommended import RECOMMENDED
 from kvedge.errors import CorruptFileError
 from kvedge.layer.layer import store_of
 from kvedge.store import rows
-from kvedge.store.prefix_store import BLOCK
+from kvedge.store.entries import BLOCK
 
 HEADS, DIM = 2, 64
 OPTIONS = [

@@ -296,4 +296,3 @@ def test_a_prompt_store_is_used_listed_verified_and_pruned(folder, tmp_path, cap
     assert "1 damaged files were removed" in capsys.readouterr().out
     assert main(["store", where, "--prune", "1"]) == 0
     assert main(["store", str(tmp_path)]) == 1
-    assert main(["generate", "--model", "x", "--prompt-store", where]) == 2
