@@ -63,6 +63,7 @@ from kvedge.states.conv import ConvState
 from kvedge.states.delta import DeltaState
 from kvedge.states.layer import StateLayer
 from kvedge.states.mamba import MambaState
+from kvedge.store.prefix_store import PrefixStore
 from kvedge.threads import get_num_threads, set_num_threads
 
 _failure: KvedgeError | None = None
@@ -137,6 +138,7 @@ __all__ = [
     "PagedKvCache",
     "PagedSnapshot",
     "PositionOutOfRangeError",
+    "PrefixStore",
     "Q8_0KvLayer",
     "QuantizedKvLayer",
     "RankLostError",

@@ -27,8 +27,9 @@ from typing import Any
 from kvedge import c_library
 from kvedge.core import packages
 from kvedge.errors import BackendUnavailableError
+from kvedge.store.llama_states import PrefixCache
 
-__all__ = ["Report", "disable", "enable", "environment", "library", "report"]
+__all__ = ["PrefixCache", "Report", "disable", "enable", "environment", "library", "report"]
 
 LIBRARY = c_library.PACKAGE / "lib" / "libggml-kvedge.so"
 _TEXT_BYTES = 512

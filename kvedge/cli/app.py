@@ -21,6 +21,7 @@ from kvedge.cli import (
     interrupts,
     plan,
     ranks,
+    store,
     tune,
 )
 from kvedge.console import exits, streams
@@ -30,7 +31,7 @@ from kvedge.console.terminal import plain_warnings, report
 from kvedge.errors import KvedgeError
 
 # Each has NAME, SUMMARY, DESCRIPTION, EXAMPLES, add_options(parser), run(options, output) -> code.
-_COMMANDS = (generate, execute, info, doctor, plan, evaluate, tune, bench)
+_COMMANDS = (generate, execute, info, doctor, plan, evaluate, tune, bench, store)
 
 # Errors that say what is wrong with the user's input or machine; any other is a bug of ours.
 _EXPECTED = (KvedgeError, exits.CommandError, exits.UsageError, OSError, MemoryError)

@@ -20,6 +20,7 @@ from kvedge.cli import (
 from kvedge.cli.model import add_model_options
 from kvedge.console.exits import UsageError
 from kvedge.console.output import Output
+from kvedge.console.sizes import parse_size
 from kvedge.console.values import whole_or_all
 from kvedge.core.recommended import AUTO
 
@@ -89,9 +90,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "in FILE, which is made if it is not there",
     )
     session.add_argument(
+        "--prompt-store",
+        metavar="DIR",
+        help="take what a folder knows of the prompt, and store what is new ('kvedge store DIR')",
+    )
+    session.add_argument(
+        "--prompt-store-size",
+        type=parse_size,
+        metavar="SIZE",
+        default=8 << 30,
+        help="the most that its files take (default: 8G)",
+    )
+    session.add_argument(
         "--namespace",
         metavar="TEXT",
-        help="with --prompt-cache: a tenant, an adapter, an image, in whose name FILE is used",
+        help="with --prompt-cache and --prompt-store: a tenant, an adapter, an image, in whose "
+        "name they are used",
     )
     chat.add_options(parser.add_argument_group("chat"))
     ranks.add_options(parser.add_argument_group("several processes, under torchrun"))
@@ -149,11 +163,17 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--state-dtype is for models with states, which run with --hf DIR alone")
     if options.hf is not None and options.samplers is not None:
         raise UsageError("--samplers is for --model: transformers has an order of its own")
-    space = options.namespace
-    if space is not None and (options.prompt_cache is None or not space or not space.isprintable()):
-        raise UsageError("--namespace TEXT, of printable characters, goes with --prompt-cache FILE")
+    space, keeps = options.namespace, options.prompt_cache or options.prompt_store
+    if space is not None and (keeps is None or not space or not space.isprintable()):
+        raise UsageError(
+            "--namespace TEXT, of printable characters, goes with --prompt-cache FILE or "
+            "--prompt-store DIR"
+        )
     if options.prompt_cache is not None:
         _refuse(options, ("save_session", "load_session", "chat"), "--prompt-cache")
+    if options.prompt_store is not None:
+        others = ("save_session", "load_session", "prompt_cache", "chat", "evict")
+        _refuse(options, others, "--prompt-store")
     chat.check(options)
     if options.chat and sys.stdin is None:
         raise UsageError("--chat reads the conversation from stdin, which is closed")

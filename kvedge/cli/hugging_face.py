@@ -16,12 +16,13 @@ from kvedge.console.output import Output, print_json
 from kvedge.console.sizes import format_size
 from kvedge.console.terminal import show
 from kvedge.core import packages
+from kvedge.store.prefix_store import PrefixStore
 
 __all__ = ["add_options", "load", "run"]
 
 _FOREIGN = (
     *("model", "tokenizer", "context", "window"),
-    *("save_session", "load_session", "prompt_cache", "namespace"),
+    *("save_session", "load_session", "prompt_cache"),
 )
 
 
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
         precision_bits=options.precision_bits,
         eviction=options.evict,
         state_dtype=options.state_dtype,
+        **_store_of(options),
         **over,
         **stored,
     )
@@ -123,6 +125,7 @@ def run(options: argparse.Namespace, output: Output) -> int:
             "tokens": cache.get_seq_length(),
             "used_bytes": cache.memory_bytes,
         },
+        "reused_tokens": cache.reused,
         "num_threads": torch.get_num_threads(),
         "interrupted": interrupt is not None,
     }
@@ -132,6 +135,14 @@ def run(options: argparse.Namespace, output: Output) -> int:
         show("\n")
         _print_summary(summary, output)
     return OK if interrupt is None else code_of(interrupt)
+
+
+def _store_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The prefix store of a cache, if there is one."""
+    if options.prompt_store is None:
+        return {}
+    store = PrefixStore(options.prompt_store, max_bytes=options.prompt_store_size)
+    return {"store": store, "namespace": options.namespace or ""}
 
 
 def _sampling_arguments(settings: dict[str, Any]) -> dict[str, Any]:
@@ -292,6 +303,7 @@ def _print_summary(summary: dict[str, Any], output: Output) -> None:
             "cache",
             f"{cache['dtype']}, {cache['tokens']} tokens in {format_size(cache['used_bytes'])}",
         ),
+        *([("from the store", f"{reused} tokens")] if (reused := summary["reused_tokens"]) else []),
         ("engine", summary["engine"]),
         ("threads", str(summary["num_threads"])),
     ]

@@ -37,6 +37,7 @@ __all__ = [
     "SavedText",
     "check_can_save",
     "common_prefix",
+    "digest_of",
     "load",
     "save",
     "set_random_state",
@@ -204,11 +205,12 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _digest(path: str, namespace: str) -> str:
     """Of the model; of both where there is a namespace."""
-    own = _sha256(path)
+    own = digest_of(path)
     return hashlib.sha256(f"{own} {namespace}".encode()).hexdigest() if namespace else own
 
 
-def _sha256(path: str) -> str:
+def digest_of(path: str) -> str:
+    """SHA-256 of a file."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):  # hashlib.file_digest is of Python 3.11

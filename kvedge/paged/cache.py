@@ -33,6 +33,7 @@ from kvedge.paged.prefixes import as_namespace, as_token_ids
 from kvedge.paged.sequences import SequenceState
 from kvedge.paged.snapshot import PagedSnapshot
 from kvedge.paged.state import PagedState
+from kvedge.store.prefix_store import PrefixStore
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack  # type checkers bring them along
@@ -658,6 +659,72 @@ class PagedKvCache:
         cache = registry.active("KVCache").load(path, mmap=True)
         ids = None if token_ids is None else as_token_ids(token_ids)
         return exchange.from_cache(self._state, cache, ids, as_namespace(namespace))
+
+    def save_prefix(
+        self,
+        seq: int,
+        token_ids: Sequence[int] | np.ndarray,
+        store: PrefixStore,
+        *,
+        model: str,
+        namespace: str = "",
+    ) -> int:
+        """Store a sequence, before it is dropped, below the pool's memory.
+
+        Parameters
+        ----------
+        seq : int
+        token_ids : sequence or array of int
+            Of all its tokens.
+        store : kvedge.PrefixStore
+        model, namespace
+            As of :meth:`kvedge.PrefixStore.save`.
+
+        Returns
+        -------
+        int
+            As of :meth:`kvedge.PrefixStore.save`, as are its errors.
+        """
+        return store.save(self.to_kv_cache(seq), token_ids, model=model, namespace=namespace)
+
+    def load_prefix(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        store: PrefixStore,
+        *,
+        model: str,
+        namespace: str = "",
+    ) -> int:
+        """Begin a sequence with what a store knows of token ids, perhaps nothing.
+
+        What is registered of them in the pool is shared (:meth:`register`, of the same namespace).
+
+        Parameters
+        ----------
+        token_ids : sequence or array of int
+        store : kvedge.PrefixStore
+        model, namespace
+            As of :meth:`kvedge.PrefixStore.load`.
+
+        Returns
+        -------
+        int
+            The sequence; :meth:`length` tells the tokens.
+
+        Raises
+        ------
+        InvalidArgumentError
+        CapacityExceededError
+            The pool has too few free blocks.
+        """
+        ids = as_token_ids(token_ids)
+        seq = self.new_sequence()
+        try:
+            cache = self.to_kv_cache(seq)
+        finally:
+            self.drop(seq)
+        n = store.load(cache, ids, model=model, namespace=namespace)
+        return exchange.from_cache(self._state, cache, ids[:n], as_namespace(namespace or None))
 
     # ---- to and from a KVCache -------------------------------------------------------------------
 

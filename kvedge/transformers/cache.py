@@ -20,6 +20,7 @@ from kvedge.core.types import StorageArguments
 from kvedge.errors import InvalidArgumentError
 from kvedge.eviction import Eviction
 from kvedge.layer_policy import LayerPolicy
+from kvedge.store.prefix_store import PrefixStore
 from kvedge.transformers import session, states
 from kvedge.transformers.checkpoints import Checkpoints, take
 from kvedge.transformers.drafts import Drafts
@@ -27,6 +28,7 @@ from kvedge.transformers.evicting import evict_due
 from kvedge.transformers.kept_states import as_state_dtype
 from kvedge.transformers.layers import KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions, of_policy, storage_of, stored_text
+from kvedge.transformers.prefixes import Prefixes
 from kvedge.transformers.structure import layers_for, shares_rows, text_config
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class KvedgeCache(Cache):
         block_size: int | None = None,
         weights: Sequence[float] | None = None,
         timeout: float = 60.0,
+        store: PrefixStore | None = None,
+        namespace: str = "",
         **storage: Unpack[StorageArguments],
     ) -> None:
         """Make an empty cache for a model.
@@ -107,6 +111,12 @@ class KvedgeCache(Cache):
             (docs/distributed.md); such as ``torch.distributed.group.WORLD``.
         block_size, weights, timeout
             With a `group`: as of :class:`kvedge.distributed.ShardedKVCache`.
+        store : kvedge.PrefixStore, optional
+            Where ``generate`` looks for what a prompt begins with, and stores it: a new cache, with
+            the same model and the same storage, then computes the rest only (docs/prefix_store.md).
+        namespace : str
+            With a `store`: what else decides what a prompt is, as a tenant, an adapter, or the
+            digest of an image.
         **storage
             All other options of :class:`kvedge.KVCache` that the model does not decide, such as
             ``group_size`` and ``key_offset``. One for all layers of the model, or a sequence (an
@@ -137,6 +147,11 @@ class KvedgeCache(Cache):
         )
         if self._options.eviction is not None:
             _check_evicts(self._options, group)
+        self._prefixes = None if store is None else Prefixes(store, namespace)
+        if store is not None and (group is not None or eviction is not None):
+            raise InvalidArgumentError(
+                "a store is not for a cache over several ranks, nor for one that evicts tokens"
+            )
         self._share = None
         if group is not None:
             from kvedge.distributed.share import join
@@ -180,7 +195,8 @@ class KvedgeCache(Cache):
         A model asks for it before each step, when all layers are at the same length: so here
         tokens are evicted and a checkpoint is taken if they are due.
         """
-        if self._needs_checkpoints or self._options.eviction is not None:
+        watches = self._options.eviction is not None or self._prefixes is not None
+        if self._needs_checkpoints or watches:
             is_tensor = isinstance(query_length, torch.Tensor)  # transformers 4: the positions
             tokens = query_length.shape[0] if is_tensor else query_length
             self._begin_step(self.get_seq_length(), tokens)
@@ -195,6 +211,8 @@ class KvedgeCache(Cache):
             self._evict(tokens)
         if self._needs_checkpoints and self._checkpoints.is_due(length, tokens) and not may_go:
             self._checkpoints.add(take(self.layers, length))
+        if self._prefixes is not None and not may_go:
+            self._prefixes.step(self, length)
 
     def evict(self) -> bool:
         """Keep within the budget of `eviction` now, as at the end of a prompt.
@@ -333,7 +351,10 @@ class KvedgeCache(Cache):
     def is_linear(self) -> list[bool]:
         """Whether layers have states alone."""
         linear: list[bool] = super().is_linear
-        self._divide_prompt(sys._getframe(1), linear)
+        caller = sys._getframe(1)
+        if self._prefixes is not None:
+            self._prefixes.begin(self, caller)
+        self._divide_prompt(caller, linear)
         return linear
 
     def _divide_prompt(self, caller: FrameType, linear: list[bool]) -> None:
@@ -455,6 +476,45 @@ class KvedgeCache(Cache):
             A prompt of another number of sequences.
         """
         return session.keep_prefix(self, token_ids)
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the last prompt, padding included, that came from the `store`."""
+        return 0 if self._prefixes is None else self._prefixes.reused
+
+    def store_prefix(self, token_ids: Any = None, *, model: Any = None) -> int:
+        """Store all tokens held, as at the end of a turn; ``generate`` stores prompts by itself.
+
+        Parameters
+        ----------
+        token_ids : integers, (batch, tokens) or (tokens,), optional
+            What ``generate`` returned. By default :attr:`token_ids`.
+        model : transformers.PreTrainedModel, optional
+            By default that of the last ``generate``.
+
+        Returns
+        -------
+        int
+            Blocks and checkpoints that were new.
+
+        Raises
+        ------
+        InvalidArgumentError
+            There is no `store`; the ids or the model are not known.
+        ShapeMismatchError
+            As of :attr:`token_ids`.
+        OSError
+            They cannot be written.
+        """
+        if self._prefixes is None:
+            raise InvalidArgumentError("store_prefix() needs a cache that was given a store=")
+        ids = self.token_ids if token_ids is None else session.note_ids(self, token_ids)[0]
+        if ids is None:
+            raise InvalidArgumentError(
+                "the KvedgeCache does not know the ids of its tokens: give store_prefix() what "
+                "generate() returned"
+            )
+        return self._prefixes.store_now(self, ids, model)
 
     def save(
         self, path: str | os.PathLike[str], token_ids: Any = None, *, model: Any = None

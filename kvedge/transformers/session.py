@@ -45,7 +45,9 @@ from kvedge.transformers.states import StateCopies, copy_states, has_state, put
 from kvedge.transformers.structure import text_config
 
 __all__ = [
+    "check_kept",
     "fill",
+    "fingerprint",
     "go_back_to_checkpoint",
     "keep_prefix",
     "known_ids",
@@ -410,8 +412,10 @@ def _digest(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: Any, most: int = _FINGERPRINTED) -> str:
     """A digest of a few rows of a model's weights, rounded to bfloat16: of one checkpoint's.
+
+    At most so many parameters are looked at.
 
     Raises
     ------
@@ -426,7 +430,7 @@ def fingerprint(model: Any) -> str:
             f"{type(model).__name__}"
         )
     digest = hashlib.sha256()
-    for name, weight in weights[:: -(-len(weights) // _FINGERPRINTED)]:
+    for name, weight in weights[:: -(-len(weights) // most)]:
         rows = weight.detach().reshape(-1, weight.shape[-1] if weight.ndim else 1)
         few = rows[[0, len(rows) // 2, -1], :64].to("cpu", torch.bfloat16).contiguous()
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
@@ -594,11 +598,11 @@ def _fill_states(
             scales = tensors.get(f"layers.{index}.scales.{i}")
             if scales is not None and codes is not None:
                 recurrent[i] = Int8State(codes, scales)
-        _check_kept(index, layer, recurrent)
+        check_kept(index, layer, recurrent)
         put(layer, StateCopies(conv, recurrent, dict(enumerate(map(bool, saved)))))
 
 
-def _check_kept(index: int, layer: Any, states: dict[int, Any]) -> None:
+def check_kept(index: int, layer: Any, states: dict[int, Any]) -> None:
     """ValueError unless states are of the type that a layer keeps them in."""
     wanted = getattr(layer, "state_dtype", None)
     for state in states.values():

@@ -530,6 +530,20 @@ def test_a_prompt_cache_keeps_the_longest_common_prefix(session, capsys):
     assert again["prompt_tokens"] == 1 and again["tokens"] == alone["tokens"]
 
 
+@pytest.mark.parametrize("cache", ["int8", "auto"])
+def test_a_prompt_store_knows_prompts_of_earlier_runs(cache, tmp_path, capsys):
+    prompt = "Once upon a time there was a dog. " * 10
+    store = ("--prompt-store", tmp_path / "prompts")
+    options = ("-p", prompt, "-n", 4, "--cache", cache)
+    first, again = (_generate(capsys, *options, *store) for _ in range(2))
+    assert first["text"] == again["text"]
+    assert (first["reused_tokens"], again["reused_tokens"]) == (0, first["prompt_tokens"] - 1)
+    assert _generate(capsys, *options, *store, "--namespace", "b")["reused_tokens"] == 0
+    assert "prompt-cache" in _fails(
+        capsys, *options, *store, "--prompt-cache", tmp_path / "x", code=exits.USAGE
+    )
+
+
 def test_a_prompt_cache_is_of_use_in_its_namespace_alone(session, capsys):
     arguments = ("-p", "Once upon a time there", "-n", 2, "--prompt-cache", session)
     first = _generate(capsys, *arguments, "--namespace", "tenant ü")

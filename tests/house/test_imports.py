@@ -24,7 +24,7 @@ ORDER = [
     ],
     ["kvedge.layer", "kvedge.states"],
     ["kvedge.files", "kvedge.eviction"],
-    ["kvedge.cache"],
+    ["kvedge.cache", "kvedge.store"],
     ["kvedge.paged", "kvedge.batch", "kvedge.multi_head", "kvedge.policy", "kvedge.layer_policy"],
     ["kvedge.backends.native", "kvedge.backends.numpy"],
     ["kvedge.backends"],

@@ -273,3 +273,26 @@ def test_states_are_kept_as_the_command_line_says(folder, tmp_path, capsys):
         capsys.readouterr()
         assert main(wrong) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_prompt_store_is_used_listed_verified_and_pruned(folder, tmp_path, capsys):
+    where = str(tmp_path / "prompts")
+    arguments = ["generate", "--hf", str(folder), "--prompt", "Once upon a time " * 8, "--json"]
+    arguments += ["--tokens", "4", "--no-chat", "--prompt-store", where]
+    runs = []
+    for _ in range(2):
+        assert main(arguments) == 0
+        runs.append(json.loads(capsys.readouterr().out))
+    assert [run["reused_tokens"] for run in runs] == [0, runs[0]["prompt_tokens"] - 1]
+    assert runs[0]["text"] == runs[1]["text"]
+    assert main([*arguments, "--namespace", "other"]) == 0
+    assert json.loads(capsys.readouterr().out)["reused_tokens"] == 0
+    assert main(["store", where, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["hits"] for row in found["sequences"]] == [0, 1]
+    file = tmp_path / "prompts" / f"{found['sequences'][0]['file']}.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert main(["store", where, "--verify"]) == 1
+    assert "1 damaged files were removed" in capsys.readouterr().out
+    assert main(["store", where, "--prune", "1"]) == 0
+    assert main(["store", str(tmp_path)]) == 1

@@ -1,0 +1,1 @@
+"""What was computed for sequences of tokens, kept in a folder: :class:`kvedge.PrefixStore`."""

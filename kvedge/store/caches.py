@@ -1,0 +1,197 @@
+"""Caches in a prefix store: what of them becomes entries, and an empty one filled again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kvedge.cache.cache import KVCache, state_of
+from kvedge.cache.state import CacheState, contents_of_stores
+from kvedge.core import checks
+from kvedge.errors import CorruptFileError, InvalidArgumentError, ShapeMismatchError
+from kvedge.files.session import own_fields
+from kvedge.layer.copies import new_store
+from kvedge.layer.keys import store_as
+from kvedge.layer.store import LayerStore
+from kvedge.store import rows
+from kvedge.store.entries import BLOCK, Entry, Known
+from kvedge.store.index import Node
+
+__all__ = ["Stored", "entries", "load", "path_to", "positions", "save"]
+
+
+class _Store(Protocol):
+    """What is needed of a PrefixStore."""
+
+    def find(self, identity: str, ids: Any) -> Known: ...
+    def put(self, identity: str, ids: Any, entries: Any, *, variant: str = "") -> int: ...
+    def read(self, nodes: Sequence[Node]) -> list[dict[str, np.ndarray]] | None: ...
+    def forget(self, node: Node) -> None: ...
+    def touch(self, nodes: Sequence[Node]) -> None: ...
+
+
+class Stored(NamedTuple):
+    """A layer of a cache whose tokens are to be stored."""
+
+    number: int
+    store: LayerStore
+    is_full: bool  # it holds all tokens; else it is all in checkpoints
+
+
+def entries(
+    layers: Sequence[Stored],
+    stop: int,
+    *,
+    needs_end: bool,
+    first: Mapping[str, np.ndarray] | None = None,
+    more: Callable[[], Mapping[str, np.ndarray]] = dict,
+) -> Iterator[Entry]:
+    """What is to be stored of layers that stand at a position.
+
+    Parameters
+    ----------
+    layers : sequence of Stored
+    stop : int
+        Their position.
+    needs_end : bool
+        Windows or states are among what is stored: there are checkpoints at `stop` alone.
+    first : arrays, optional
+        What the first file and each checkpoint have besides.
+    more : callable
+        Gives arrays that the checkpoint at `stop` has besides.
+    """
+    full = [layer for layer in layers if layer.is_full]
+    has_parts = any(layer.store.config.recent_dtype for layer in full)
+
+    def block(end: int) -> dict[str, np.ndarray]:
+        start = end - BLOCK
+        arrays = {} if start else dict(first or {})
+        for number, store, _ in full:
+            own = rows.block(store, start, end)
+            arrays |= {f"{number}.{name}": array for name, array in own.items()}
+        return arrays
+
+    def checkpoint(start: int, end: int, draft: bool) -> dict[str, np.ndarray]:
+        arrays = dict(first or {}) | dict(more() if draft else {})
+        for number, store, is_full in layers:
+            own = rows.checkpoint(store, start if is_full else 0, end, draft=draft)
+            arrays |= {f"{number}.{name}": array for name, array in own.items()}
+        return arrays
+
+    for end in range(BLOCK, stop + 1, BLOCK):
+        yield Entry("block", end - BLOCK, end, partial(block, end))
+        is_between = has_parts and not needs_end and end < stop
+        if is_between and all(rows.has_last(layer.store, end) for layer in full):
+            yield Entry("checkpoint", end, end, partial(checkpoint, end, end, False))
+    start = stop // BLOCK * BLOCK
+    has_rest = start < stop or has_parts or needs_end
+    if has_rest and all(rows.has_last(layer.store, stop) for layer in layers):
+        yield Entry("checkpoint", start, stop, partial(checkpoint, start, stop, True))
+
+
+def positions(known: Known, *, is_plain: bool) -> set[int]:
+    """Where a sequence can be taken up: at checkpoints; where blocks are enough, anywhere."""
+    ends = {node.stop for node in known.checkpoints if node.stop}
+    return ends | set(range(1, known.shared + 1)) if is_plain else ends
+
+
+def path_to(known: Known, stop: int) -> list[Node]:
+    """The files to read to be at one of the :func:`positions`."""
+    ends = [node for node in known.checkpoints if node.stop == stop]
+    path = [node for node in known.blocks if node.stop <= stop]
+    if ends:
+        return [*path, ends[0]]
+    if path and path[-1].stop == stop:
+        return path
+    around = [n for n in (*known.blocks, *known.checkpoints) if n.start < stop < n.stop]
+    around += [known.partial] if known.partial is not None else []
+    return path + around[:1]
+
+
+# ---- KVCache -------------------------------------------------------------------------------------
+
+
+def _layers(cache: object, token_ids: object, call: str) -> tuple[CacheState, list[Stored]]:
+    if not isinstance(cache, KVCache):
+        raise InvalidArgumentError(f"cache must be a KVCache, not {checks.describe(cache)}")
+    state = state_of(cache)
+    state.refuse_states(call)
+    state.refuse_pending(call)
+    return state, [
+        Stored(number, store, store.config.window is None) for number, store in state.numbered()
+    ]
+
+
+def _identity(state: CacheState, model: object, namespace: object) -> str:
+    if not (isinstance(model, str) and model and isinstance(namespace, str)):
+        raise InvalidArgumentError(
+            "model must be a text that says which model computed the tokens, a digest of its "
+            f"weights, and namespace a text, not {model!r} and {namespace!r}"
+        )
+    layers = []
+    for store in state.stores:
+        given_of_rule = store.key_rule.given_of(store.key_map)
+        vectors = [
+            v if v is None else hashlib.sha256(v.tobytes()).hexdigest() for v in given_of_rule
+        ]
+        layers.append([own_fields(store.config, 0, 0), list(store.key_rule[:2]), vectors])
+    fields = {"engine": "KVCache", "model": model, "layers": layers, "namespace": namespace}
+    return json.dumps(fields, sort_keys=True)
+
+
+def save(store: _Store, cache: object, token_ids: object, model: str, namespace: str) -> int:
+    """As of :meth:`PrefixStore.save`."""
+    state, layers = _layers(cache, token_ids, "save()")
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or len(ids) != state.length:
+        raise ShapeMismatchError(
+            f"the cache holds {state.length} tokens, token_ids are {ids.shape}",
+            expected=(state.length,),
+            got=ids.shape,
+        )
+    identity = _identity(state, model, namespace)
+    variant = rows.variant_of(layer.store for layer in layers)
+    if variant is None or not len(ids):
+        return 0
+    found = entries(layers, len(ids), needs_end=not all(layer.is_full for layer in layers))
+    return store.put(identity, ids, found, variant=variant)
+
+
+def load(store: _Store, cache: object, token_ids: object, model: str, namespace: str) -> int:
+    """As of :meth:`PrefixStore.load`."""
+    state, layers = _layers(cache, token_ids, "load()")
+    if state.length:
+        raise InvalidArgumentError(f"load() is for an empty cache, and it holds {state.length}")
+    ids = np.asarray(token_ids)
+    most = len(ids) if state.max_seq_len is None else min(len(ids), state.max_seq_len)
+    known = store.find(_identity(state, model, namespace), ids[:most])
+    is_plain = all(layer.is_full and not layer.store.config.recent_dtype for layer in layers)
+    for stop in sorted(positions(known, is_plain=is_plain), reverse=True):
+        path = path_to(known, stop)
+        files = store.read(path)
+        if files is None:
+            continue
+        try:
+            filled = [_filled(layer, files, stop) for layer in layers]
+        except CorruptFileError:
+            store.forget(path[-1])
+            continue
+        state.replace(contents_of_stores(filled, state.format, stop))
+        store.touch(path)
+        return stop
+    return 0
+
+
+def _filled(layer: Stored, files: Sequence[rows.Arrays], stop: int) -> LayerStore:
+    """A store of its own like a layer's, that holds what files have of it."""
+    config = replace(layer.store.config, limit=None, capacity=max(stop, 1))
+    own = new_store(type(layer.store), config)
+    store_as(own, own.key_map, layer.store.key_rule)
+    rows.fill(own, layer.number, [rows.of_layer(layer.number, f) for f in files], stop)
+    return own

@@ -1,0 +1,89 @@
+"""PrefixStore.save and load: a KVCache, and a sequence of a pool, go on as they were."""
+
+import numpy as np
+import pytest
+
+from kvedge import KvBlockPool, KVCache, PagedKvCache, PrefixStore
+from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+
+OPTIONS = [
+    {"dtype": "int8"},
+    {"dtype": "auto"},
+    {"dtype": "small"},
+    {"dtype": "int8", "key_scale": "auto", "recent": 20},
+    {"dtype": "float16", "layers": [{"window": 40}, {}]},
+    {"dtype": "int4", "recent": 9, "layers": [{"window": 50}, {}]},
+]
+
+
+def cache_of(options, n=0):
+    cache = KVCache(2, 2, 32, **options)
+    fill(cache, 0, n)
+    return cache
+
+
+def fill(cache, start, stop):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((2, 2, 900, 2, 32), dtype=np.float32)
+    for layer in range(2 if stop > start else 0):
+        cache.append(layer, *rows[layer][:, start:stop])
+    cache.advance(stop - start)
+
+
+def assert_alike(cache, other):
+    query = np.random.default_rng(1).standard_normal((4, 32), dtype=np.float32)
+    assert len(cache) == len(other)
+    for stop in (len(cache) + 1, len(cache) + 80):
+        for layer in range(2):
+            assert np.array_equal(cache.attend(layer, query), other.attend(layer, query))
+            assert np.array_equal(cache.k(layer), other.k(layer))
+        for one in (cache, other):
+            fill(one, len(one), stop)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_cache_that_was_loaded_goes_on_as_the_one_that_was_saved(tmp_path, options):
+    ids, cache, other = np.arange(600), cache_of(options, 600), cache_of(options)
+    assert PrefixStore(tmp_path).save(cache, ids, model="m") > 2
+    store = PrefixStore(tmp_path)
+    for wrong in ({"model": "n"}, {"model": "m", "namespace": "other"}):
+        assert store.load(other, ids, **wrong) == 0 == len(other)
+    assert store.load(other, np.arange(700), model="m") == 600
+    assert_alike(cache, other)
+    assert store.load(cache_of({"dtype": "bfloat16"}), ids, model="m") == 0
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_a_beginning_is_what_the_same_tokens_alone_would_be(tmp_path, options):
+    store, ids, other = PrefixStore(tmp_path), np.arange(600), cache_of(options)
+    store.save(cache_of(options, 600), ids, model="m")
+    n = store.load(other, np.concatenate([ids[:530], ids[:9]]), model="m")
+    assert n == (530 if options["dtype"] == "int8" else 512)
+    assert_alike(cache_of(options, n), other)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_a_sequence_that_was_dropped_is_found_below_the_pool(tmp_path, options):
+    ids, store = np.arange(300), PrefixStore(tmp_path)
+    pools = [KvBlockPool(40, 32, 2, 2, 32, **options) for _ in range(2)]
+    first, second = map(PagedKvCache, pools)
+    seq = first.from_kv_cache(cache_of(options, 300))
+    assert first.save_prefix(seq, ids, store, model="m") > 0
+    first.drop(seq)
+    for paged in (first, second):
+        again = paged.load_prefix(np.arange(400), store, model="m")
+        assert paged.length(again) == 300
+        assert_alike(cache_of(options, 300), paged.to_kv_cache(again))
+        assert paged.length(paged.load_prefix(np.arange(9, 99), store, model="m")) == 0
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    store, cache = PrefixStore(tmp_path), cache_of(OPTIONS[0], 300)
+    with pytest.raises(ShapeMismatchError, match="holds 300 tokens"):
+        store.save(cache, np.arange(299), model="m")
+    with pytest.raises(InvalidArgumentError, match="model must be a text"):
+        store.save(cache, np.arange(300), model="")
+    with pytest.raises(InvalidArgumentError, match="empty cache"):
+        store.load(cache, np.arange(300), model="m")
+    with pytest.raises(InvalidArgumentError, match="must be a KVCache"):
+        store.load({}, np.arange(300), model="m")
