@@ -152,6 +152,8 @@ class KvedgeCache(Cache):
             raise InvalidArgumentError(
                 "a store is not for a cache over several ranks, nor for one that evicts tokens"
             )
+        if store is not None and not states.can_have_states():
+            raise InvalidArgumentError("a store needs transformers 5, which says what it reads")
         self._share = None
         if group is not None:
             from kvedge.distributed.share import join
