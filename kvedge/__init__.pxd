@@ -101,6 +101,9 @@ cdef extern from "kvedge.h" nogil:
         const float *sink_logits
         float softcap
         const float *alibi_slopes
+        const int32_t *tokens
+        int token_heads
+        int64_t token_width
         const uint8_t *mask
         int64_t mask_strides[3]
         const float *bias

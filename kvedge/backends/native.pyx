@@ -1055,6 +1055,9 @@ cdef _fill(kvedge_attention_options *c, options):
         c.sink_logits = _floats(options.sink_logits)
     if options.alibi_slopes is not None:
         c.alibi_slopes = _floats(options.alibi_slopes)
+    if options.lists is not None:
+        c.tokens = <const int32_t *>cnp.PyArray_DATA(options.lists)
+        c.token_heads, c.token_width = options.lists.shape[1], options.lists.shape[2]
     if options.mask_bool is not None:
         c.mask = <const uint8_t *>cnp.PyArray_DATA(options.mask_bool)
         batch = options.mask_bool.ndim - 3
