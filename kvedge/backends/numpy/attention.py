@@ -22,8 +22,8 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.hadamard import rotate
 from kvedge.core.key_map import KeyMap
-from kvedge.core.memory import Slabs
 from kvedge.core.lists import visible_of
+from kvedge.core.memory import Slabs
 from kvedge.core.options import AttendOptions
 from kvedge.rope import Turn, turned
 
