@@ -58,7 +58,7 @@ static void check_list(const kvedge_index_call *c, const float *keys, int dim, i
   }
 }
 
-static void check_select(void) {
+static void test_selection(void) {
   const int dim = ONE_OF(1, 3, 72, 128), num_keys = 1 + random_below(600), num_heads = ONE_OF(1, 2, 5, 16, 40, 64);
   const kvedge_format format = (kvedge_format)ONE_OF(KVEDGE_FLOAT32, KVEDGE_BFLOAT16, KVEDGE_INT8);
   const size_t bytes = format == KVEDGE_FLOAT32 ? 4 : format == KVEDGE_BFLOAT16 ? 2 : 1;
@@ -128,7 +128,7 @@ static stored_layer new_layer(void) {
   return s;
 }
 
-static void check_attend(void) {
+static void test_attention_over_lists(void) {
   stored_layer s = new_layer();
   const int group = ONE_OF(1, 2, 6), num_heads = group * s.kv_heads, lists = random_below(2) ? 1 : s.kv_heads;
   const int num_rows = 1; /* of a layer with last tokens, only the last row reads what the getters tell */
@@ -186,10 +186,10 @@ int main(void) {
   for (int i = 0; (name = kvedge_isa_compiled(i)); i++) {
     if (kvedge_select_isa(name, NULL) != KVEDGE_OK) continue;
     begin("%s: selection", name);
-    for (int n = 0; n < times; n++) check_select();
+    for (int n = 0; n < times; n++) test_selection();
     end();
     begin("%s: attention over lists", name);
-    for (int n = 0; n < times; n++) check_attend();
+    for (int n = 0; n < times; n++) test_attention_over_lists();
     end();
   }
   return report();
