@@ -154,7 +154,7 @@ def test_int8_chooses_what_float32_does():
         index.append(keys)
         chosen.append(index.select(queries, 500))
     recall = np.mean([len(np.intersect1d(*of)) / 500 for of in zip(*chosen, strict=True)])
-    assert recall >= 0.985  # of random keys, whose scores lie closer together than a model's
+    assert recall >= 0.99  # of random keys, whose scores lie closer together than a model's
 
 
 def test_what_is_wrong_is_refused_and_nothing_has_changed():
