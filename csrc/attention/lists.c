@@ -226,7 +226,7 @@ static int reads_all(const kvedge_attention_options *o, int64_t row, int64_t pos
 }
 
 /* The parts of a call follow one another from position 0 on, and its lists are right. */
-static int is_valid(const kvedge_request *parts, int num_parts) {
+static int lists_are_valid(const kvedge_request *parts, int num_parts) {
   const kvedge_attention_options *o = parts->options;
   int64_t first = 0;
   for (int p = 0; p < num_parts; first += parts[p++].view.len)
@@ -277,7 +277,7 @@ static kvedge_status run_without_lists(const kvedge_request *parts, int num_part
 kvedge_status kvedge_run_lists(const kvedge_request *parts, int num_parts, int num_threads) {
   const kvedge_attention_options *o = parts->options;
   int64_t row = 0;
-  if (!is_valid(parts, num_parts)) return KVEDGE_ERROR_ARGUMENT;
+  if (!lists_are_valid(parts, num_parts)) return KVEDGE_ERROR_ARGUMENT;
   while (row < parts->num_rows && reads_all(o, row, parts->first_position + row)) row++;
   kvedge_status status = row > 0 ? run_without_lists(parts, num_parts, row, num_threads) : KVEDGE_OK;
   for (int64_t stop = row; row < parts->num_rows && status == KVEDGE_OK; row = stop) {

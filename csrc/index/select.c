@@ -52,7 +52,7 @@ typedef struct {
   scan_memory *memory; /* (threads) */
 } scan;
 
-static int decodes(const scan *s) { return s->cell != &s->kernels->cells[s->keys->format]; }
+static int is_decoding(const scan *s) { return s->cell != &s->kernels->cells[s->keys->format]; }
 
 static int64_t keys_seen(const kvedge_index_call *call, int64_t row) {
   return (call->first_position + row + 1) / call->ratio;
@@ -106,7 +106,7 @@ static void multiply_tile(const scan *s, int64_t first, int num_keys, int count,
   if (s->cell->encode_query)
     q.quantized = m->quantized, q.scale = m->query_scale, q.scale_stride = 1, q.offsets = m->offsets, q.planes = 2;
   else q.values = m->values;
-  if (!decodes(s)) {
+  if (!is_decoding(s)) {
     s->cell->scores(&q, &tile, m->products, 0);
     return;
   }
@@ -247,7 +247,7 @@ int64_t kvedge_index_width(const kvedge_index_call *call) {
   return chosen < seen ? chosen : seen;
 }
 
-static int is_valid(const kvedge_index_keys *keys, const kvedge_index_call *call) {
+static int call_is_valid(const kvedge_index_keys *keys, const kvedge_index_call *call) {
   if (!keys || !call || !call->query || !call->tokens) return 0;
   if (keys->format != KVEDGE_INT8 && keys->format != KVEDGE_BFLOAT16 && keys->format != KVEDGE_FLOAT32) return 0;
   if (keys->head_dim < 1 || keys->head_dim > KVEDGE_MAX_HEAD_DIM || keys->num_keys < 0) return 0;
@@ -283,7 +283,7 @@ static kvedge_status run_tasks(scan *s, void (*run)(void *, int, int, int, int, 
 
 kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_index_call *call, int num_threads) {
   KVEDGE_FLOAT_MODE;
-  if (num_threads < 0 || !is_valid(keys, call)) return KVEDGE_ERROR_ARGUMENT;
+  if (num_threads < 0 || !call_is_valid(keys, call)) return KVEDGE_ERROR_ARGUMENT;
   const int64_t num_queries = call->num_rows * call->num_heads;
   if (!is_finite(call->query, num_queries * keys->head_dim) || !is_finite(call->weights, num_queries))
     return KVEDGE_ERROR_NONFINITE;
