@@ -6,7 +6,7 @@
 #   native    this machine's compiler (CC)
 #   clang     clang, for this machine, and for aarch64 where its cross libraries are installed
 #   asan      AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan      ThreadSanitizer, of test_parallel, test_stress, test_embedder and test_ranges
+#   tsan      ThreadSanitizer, of test_parallel, test_stress, test_embedder, test_ranges and test_index
 #             (both: gcc, or what KVEDGE_SANITIZER_CC names, such as clang)
 #   amalgamation  kvedge.c of csrc/amalgamation.py, by gcc and clang, and for aarch64 where that is installed; by default
 #             test_layer, test_attention and test_cells
@@ -149,7 +149,7 @@ asan)
 tsan)
   need "${sanitizer[0]}" "${sanitizer[0]}"
   need setarch util-linux
-  programs=(test_parallel test_stress test_embedder test_ranges)
+  programs=(test_parallel test_stress test_embedder test_ranges test_index)
   export TSAN_OPTIONS=${TSAN_OPTIONS:-die_after_fork=0}
   # Without randomized addresses, since some kernels' are more random than its shadow memory bears.
   build "${sanitizer[@]}" -O1 -fsanitize=thread && run setarch -R
