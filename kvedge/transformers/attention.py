@@ -17,13 +17,11 @@ from transformers.utils import logging
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 from kvedge.transformers.layers import LazyRows
 from kvedge.transformers.masks import LazyMask, kvedge_mask
+from kvedge.transformers.selection import visible_of
 
 __all__ = ["NAME", "kvedge_attention", "register"]
 
 NAME = "kvedge"
-
-# Where models of sparse attention say which tokens a query reads; else it is in the mask.
-_SELECTIONS = ("indices", "block_indices")
 
 _logger = logging.get_logger(__name__)
 
@@ -73,7 +71,9 @@ def kvedge_attention(
     sinks : torch.Tensor, optional
         (batch, num_heads, queries, 1): a sink for each query row (Inkling 2).
     **more
-        Ignored, as by sdpa's function, but for what selects tokens.
+        ``indices`` and ``block_indices``, by which models of sparse attention say which tokens a
+        query reads (:func:`kvedge.transformers.selection.visible_of`); others are ignored, as by
+        sdpa's function.
 
     Returns
     -------
@@ -85,16 +85,15 @@ def kvedge_attention(
     Raises
     ------
     InvalidArgumentError
-        Dropout with a KvedgeCache; or the model selects the tokens that a query reads.
+        Dropout with a KvedgeCache.
     ShapeMismatchError
-        A mask or bias of another shape.
+        A mask, a bias or what is selected is of another shape.
     """
-    for name in _SELECTIONS:
-        if more.get(name) is not None:
-            raise InvalidArgumentError(
-                f"{type(module).__name__} selects the tokens that a query reads ({name}), which "
-                "kvedge's attention does not take: load the model with attn_implementation='sdpa'"
-            )
+    indices, block_indices = more.pop("indices", None), more.pop("block_indices", None)
+    if indices is not None or block_indices is not None:
+        shape = (*query.shape[:3], key.shape[2])
+        chosen = visible_of(indices, block_indices, module, shape)
+        attention_mask = _chosen_mask(chosen, attention_mask, query, key)
     if more.get("output_attentions"):
         _logger.warning_once(
             "`kvedge` attention does not support `output_attentions=True`."
@@ -142,6 +141,19 @@ def kvedge_attention(
         sinks=sinks,
     )
     return out, None
+
+
+def _chosen_mask(
+    chosen: torch.Tensor, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """What a mask, or causality where there is none, shows of the tokens that were chosen; bool."""
+    if mask is None:
+        queries, keys = query.shape[2], key.shape[2]
+        return chosen & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    if isinstance(mask, LazyMask):
+        return chosen & mask.visible()
+    mask = _checked_mask(mask, query, key)
+    return chosen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
 
 
 def _with_bias(mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:

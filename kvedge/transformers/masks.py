@@ -110,9 +110,8 @@ def kvedge_mask(
     shape = (batch_size, 1, q_length, kv_length)
     first = int(kv_offset)  # a tensor in transformers 4
     plain, window = _pattern(mask_function)
-    # allow_is_causal_skip is False where more than the pattern was said. Keys past the last query
-    # are those of a static cache.
-    plain = plain and allow_is_causal_skip and q_offset + q_length == first + kv_length
+    # Keys past the last query are those of a static cache.
+    plain = plain and q_offset + q_length == first + kv_length
     starts = None
     if plain and attention_mask is not None:
         plain, starts = _left_padding(attention_mask, first, kv_length)
