@@ -116,7 +116,7 @@ def kvedge_attention(
     starts: list[int] | None = None
     mask: torch.Tensor | None = None
     window = sliding_window if is_causal else None
-    if isinstance(attention_mask, LazyMask) and attention_mask.plain and position_bias is None:
+    if isinstance(attention_mask, LazyMask) and attention_mask.says_all and position_bias is None:
         starts = attention_mask.starts
         if attention_mask.window is not None:
             window = min(window or attention_mask.window, attention_mask.window)

@@ -7,7 +7,8 @@ them; what they are (rotated, raw to be pooled, with gates beside) the indexer a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +19,15 @@ from kvedge.transformers.options import StoreOptions
 __all__ = ["KvedgeIndexedLayer"]
 
 
+class _Pooled(NamedTuple):
+    """Keys of a row's whole blocks of tokens."""
+
+    start: int  # tokens before the first block
+    ratio: int  # tokens of a block
+    keys: torch.Tensor  # (room, width)
+    number: int  # blocks
+
+
 class KvedgeIndexedLayer(KvedgeLayer):
     """Full attention with an index. A layer may hold index keys alone and read another's rows."""
 
@@ -25,6 +35,7 @@ class KvedgeIndexedLayer(KvedgeLayer):
         super().__init__(options, index)
         self._index_keys: torch.Tensor | None = None  # (batch, room, width)
         self.index_length = 0  # tokens that have index keys
+        self._pooled: dict[int, _Pooled] = {}  # keys of blocks, by row; made anew where they lack
         # Positions (axes, batch, tokens) that a model sets on its first indexed layer (Qwen4-Exp).
         self.indexer_position_ids: torch.Tensor | None = None
 
@@ -88,7 +99,44 @@ class KvedgeIndexedLayer(KvedgeLayer):
     def memory_bytes(self) -> int:
         """Bytes that the rows' tokens and their index keys take."""
         keys = self.indexer_keys
-        return super().memory_bytes + (0 if keys is None else keys.nbytes)
+        pooled = sum(kept.keys[: kept.number].nbytes for kept in self._pooled.values())
+        return super().memory_bytes + pooled + (0 if keys is None else keys.nbytes)
+
+    def pooled_keys(
+        self,
+        row: int,
+        start: int,
+        ratio: int,
+        pool: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Keys of the whole blocks of `ratio` tokens of a row, from token `start` on.
+
+        ``pool(row, keys, places)`` makes those of new blocks, of the index keys (blocks, ratio,
+        width) of their tokens and of the places of their first ones.
+
+        Returns
+        -------
+        torch.Tensor
+            (blocks, width of what `pool` makes).
+        """
+        keys = self.indexer_keys
+        assert keys is not None
+        blocks = (self.index_length - start) // ratio
+        kept = self._pooled.get(row)
+        if kept is None or kept.start != start or kept.ratio != ratio:
+            kept = _Pooled(start, ratio, keys.new_empty(0, 0), 0)
+        if kept.number < blocks:
+            places = torch.arange(start + kept.number * ratio, start + blocks * ratio, ratio)
+            groups = keys[row, int(places[0]) : start + blocks * ratio].unflatten(0, (-1, ratio))
+            new = pool(row, groups, places)
+            room = kept.keys
+            if len(room) < blocks:
+                room = new.new_empty(max(blocks, 2 * kept.number), new.shape[1])
+                room[: kept.number] = kept.keys[: kept.number] if kept.number else 0
+            room[kept.number : blocks] = new
+            kept = _Pooled(start, ratio, room, blocks)
+        self._pooled[row] = kept
+        return kept.keys[:blocks]
 
     def index_tensors(self) -> dict[str, torch.Tensor]:
         """What a file holds of the index, by name."""
@@ -120,10 +168,14 @@ class KvedgeIndexedLayer(KvedgeLayer):
         """Have index keys (batch, tokens, width), and positions (axes, batch, tokens), or none."""
         self._index_keys, self.index_length = keys, 0 if keys is None else keys.shape[1]
         self.indexer_position_ids = positions
+        self._pooled = {}
 
     def truncate_index(self, length: int) -> None:
         """Have index keys and positions of the first `length` tokens at most."""
         self.index_length = min(self.index_length, length)
+        for row, kept in self._pooled.items():
+            number = max(length - kept.start, 0) // kept.ratio
+            self._pooled[row] = kept._replace(number=min(kept.number, number))
         if self.indexer_position_ids is not None:
             kept = self.indexer_position_ids[..., :length]
             self.indexer_position_ids = kept if length else None

@@ -14,6 +14,7 @@ import torch
 from transformers import masking_utils
 
 from kvedge.transformers.lazy import LazyTensor
+from kvedge.transformers.selection import Selection
 
 __all__ = ["LazyMask", "kvedge_mask"]
 
@@ -31,6 +32,7 @@ class LazyMask(LazyTensor):
     plain: bool  # causality, window and starts say it all
     starts: list[int] | None  # (batch,) keys of padding on the left; None: no row has any
     window: int | None  # a query sees its own token and window - 1 before it
+    selection: Selection | None  # within that, what an indexer chose
     _visible: torch.Tensor | None
 
     @staticmethod
@@ -45,8 +47,20 @@ class LazyMask(LazyTensor):
         """Make a mask of `shape`: causal, within a window, after starts; or as `visible` says."""
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=dtype)
         mask.plain, mask.starts, mask.window = visible is None, starts, window
-        mask._visible = visible
+        mask._visible, mask.selection = visible, None
         return mask
+
+    def showing(self, selection: Selection) -> LazyMask:
+        """Return a mask that shows of what this one does the tokens that were chosen."""
+        shape: Any = tuple(self.shape)
+        mask = LazyMask.of(shape, self.dtype, starts=self.starts, window=self.window)
+        mask.selection = selection
+        return mask
+
+    @property
+    def says_all(self) -> bool:
+        """Whether causality, window and starts say all."""
+        return self.plain and self.selection is None
 
     def visible(self) -> torch.Tensor:
         """Return bool (batch, 1, queries, keys), True: visible; written out once."""
@@ -59,14 +73,17 @@ class LazyMask(LazyTensor):
                 visible &= key > query - self.window
             if self.starts is not None:
                 visible = visible & (key >= torch.tensor(self.starts)[:, None, None, None])
-            self._visible = visible.expand(batch, 1, queries, keys)
+            visible = visible.expand(batch, 1, queries, keys)
+            if self.selection is not None:
+                visible = visible & self.selection.visible(queries, keys)
+            self._visible = visible
         return self._visible
 
     def for_sdpa(self) -> torch.Tensor | None:
         """Return what sdpa's mask function gives: None where its ``is_causal`` says it all."""
         queries, keys = self.shape[2:]
         cut = self.starts is not None or (self.window is not None and self.window <= keys)
-        if self.plain and not cut and queries in (1, keys):
+        if self.says_all and not cut and queries in (1, keys):
             return None
         return self.visible()
 

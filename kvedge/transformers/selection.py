@@ -2,11 +2,68 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from kvedge.errors import ShapeMismatchError
+from kvedge.transformers.lazy import LazyTensor
 
-__all__ = ["visible_of"]
+__all__ = ["LazySelection", "Selection", "visible_of"]
+
+
+class Selection(NamedTuple):
+    """Lists of the tokens that queries read, for each sequence of a batch.
+
+    Positions count from the first token that is no padding.
+    """
+
+    lists: list[torch.Tensor]  # int32 (own queries, tokens), ascending, then -1
+    starts: list[int]  # tokens of padding
+
+    def visible(self, queries: int, keys: int) -> torch.Tensor:
+        """Bool (batch, 1, queries, keys); queries of padding read nothing."""
+        visible = torch.zeros(len(self.lists), 1, queries, keys, dtype=torch.bool)
+        for own, start, rows in zip(self.lists, self.starts, visible[:, 0], strict=True):
+            rows[queries - len(own) :, start:] = _scattered(own, keys - start)
+        return visible
+
+
+class LazySelection(LazyTensor):
+    """A selection as a tensor of bools (batch, 1, queries, keys): an indexer's mask."""
+
+    selection: Selection
+    is_inverted: bool
+
+    @staticmethod
+    def of(
+        selection: Selection, shape: tuple[int, ...], *, is_inverted: bool = False
+    ) -> LazySelection:
+        """Make one of a shape; inverted, tokens that are not read are True."""
+        lazy: LazySelection = torch.Tensor._make_wrapper_subclass(
+            LazySelection, shape, dtype=torch.bool
+        )
+        lazy.selection, lazy.is_inverted = selection, is_inverted
+        return lazy
+
+    def elements(self) -> torch.Tensor:
+        """The bools."""
+        visible = self.selection.visible(*self.shape[2:])
+        return ~visible if self.is_inverted else visible
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Stay lazy when inverted, and when it hides tokens in a lazy mask."""
+        own = args[0]
+        if func is torch.ops.aten.bitwise_not.default:
+            return cls.of(own.selection, tuple(own.shape), is_inverted=not own.is_inverted)
+        if func is torch.ops.aten.masked_fill.Scalar and hasattr(own, "showing"):
+            _, hidden, value = args
+            if hidden.is_inverted and own.plain and value == torch.finfo(own.dtype).min:
+                return own.showing(hidden.selection)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def visible_of(

@@ -1,0 +1,225 @@
+"""What :func:`kvedge.transformers.accelerate` puts in the place of a model's indexer.
+
+An indexer scores all tokens, or blocks of them, for each query, and chooses the best. Here keys of
+blocks are computed once, when a block is whole, and rows of scores exist for a few queries at a
+time. Projections, norms and rotations are the module's own. What is chosen is what the module's own
+code chooses, but where scores are equal or differ by rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kvedge.transformers.indexed import KvedgeIndexedLayer
+from kvedge.transformers.masks import LazyMask
+from kvedge.transformers.selection import LazySelection, Selection
+from kvedge.transformers.steps import Unserved
+
+__all__ = ["INDEXERS", "why_not_replaced"]
+
+_SCORES = 1 << 22  # scores that exist at once, of all heads: 16 MiB
+
+
+def _layer_of(cache: Any, index: int) -> KvedgeIndexedLayer:
+    layer = cache.layers[index] if cache is not None else None
+    if not isinstance(layer, KvedgeIndexedLayer):
+        raise Unserved("the cache is no KvedgeCache")
+    return layer
+
+
+def _best(scores: torch.Tensor, number: int) -> torch.Tensor:
+    """Places of the largest scores (rows, keys), (rows, number); -1 where they are -inf."""
+    values, places = scores.topk(min(number, scores.shape[-1]), -1, sorted=False)
+    return places.masked_fill_(values == -torch.inf, -1)
+
+
+def _lists_of_blocks(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    weights: torch.Tensor | None,
+    first: int,
+    *,
+    ratio: int,
+    most: int,
+    tail: bool,
+) -> torch.Tensor:
+    """Lists of the tokens of the best blocks, and of those in the last one that is not whole.
+
+    Parameters
+    ----------
+    keys : torch.Tensor
+        (blocks, head_dim), of whole blocks of `ratio` tokens.
+    queries, weights : torch.Tensor
+        (n, heads, head_dim) and (n, heads) or None: a block has ``sum_h w_h relu(q_h . k)``.
+    first : int
+        The position of the first query; a query sees blocks that are whole at its own.
+    most : int
+        Blocks to choose.
+    tail : bool
+        Whether tokens that are in no whole block yet are read.
+
+    Returns
+    -------
+    torch.Tensor
+        int32 (n, (most + 1) * ratio or fewer), ascending, then -1.
+    """
+    n, heads, head_dim = queries.shape
+    positions = torch.arange(first, first + n)
+    whole = (positions + 1) // ratio  # blocks that a query sees
+    if len(keys) <= most:
+        ids = torch.arange(len(keys)).expand(n, -1)
+    else:
+        step = max(_SCORES // (heads * len(keys)), 1)
+        parts = []
+        transposed = keys.float().T
+        for at in range(0, n, step):
+            rows = queries[at : at + step].float()
+            scores = torch.mm(rows.reshape(-1, head_dim), transposed).relu_()
+            scores = scores.view(len(rows), heads, -1)
+            if weights is None:
+                scores = scores.sum(1)
+            else:
+                scores = torch.bmm(weights[at : at + step, None].float(), scores)[:, 0]
+            hidden = torch.arange(len(keys)) >= whole[at : at + step, None]
+            parts.append(_best(scores.masked_fill_(hidden, -torch.inf), most))
+        ids = torch.cat(parts)
+    end = torch.iinfo(torch.int32).max // ratio - 1  # sorts behind all blocks
+    ids = torch.where((ids < 0) | (ids >= whole[:, None]), end, ids)
+    if tail and ratio > 1:
+        ids = torch.cat([ids, whole[:, None]], 1)
+    tokens = ids.sort(1).values[..., None] * ratio + torch.arange(ratio)
+    tokens = tokens.masked_fill_(tokens > positions[:, None, None], -1)
+    return tokens.flatten(1).to(torch.int32)
+
+
+def _of_module(module: torch.nn.Module, name: str) -> Any:
+    """A function of the module of a class."""
+    return getattr(sys.modules[type(module).__module__], name)
+
+
+# ---- Qwen4-Exp -----------------------------------------------------------------------------------
+
+
+def _qsa(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor,
+    cache: Any = None,
+) -> torch.Tensor:
+    """Select blocks of tokens by the mean of their keys; a mask."""
+    layer = _layer_of(cache, self.layer_idx)
+    if not isinstance(attention_mask, LazyMask) or not attention_mask.says_all:
+        raise Unserved("the mask is not causal, or attention is not kvedge's")
+    batch, n, _ = hidden_states.shape
+    starts = attention_mask.starts or [0] * batch
+    rotate = _of_module(self, "apply_rotary_pos_emb")
+    cos, sin = position_embeddings  # of all tokens
+    width = self.index_head_dim
+    projected = self.index_qk_proj(hidden_states)
+    queries, raw = projected.split([self.index_n_heads * width, width], -1)
+    queries = self.q_layernorm(queries.reshape(batch, n, -1, width))
+    queries = rotate(queries, cos=cos[:, -n:], sin=sin[:, -n:], unsqueeze_dim=2)
+    raw = layer.update_indexer(raw)
+    ratio = self.compress_ratio
+
+    def pooled(row: int, groups: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        keys = self.k_layernorm(groups.float().mean(1).to(raw.dtype))[:, None]
+        return rotate(keys, cos=cos[row, places], sin=sin[row, places])[:, 0]  # type: ignore[no-any-return]
+
+    lists = []
+    for row, start in enumerate(starts):
+        keys = layer.pooled_keys(row, start, ratio, pooled)
+        length = raw.shape[1] - start
+        own = min(n, length)
+        lists.append(
+            _lists_of_blocks(
+                keys, queries[row, n - own :], None, length - own,
+                ratio=ratio, most=self.block_topk, tail=True,
+            )
+        )  # fmt: skip
+    shape = (batch, 1, n, raw.shape[1])
+    return LazySelection.of(Selection(lists, starts), shape)
+
+
+# ---- GLM 5 Next ----------------------------------------------------------------------------------
+
+
+def _glm5(
+    self: Any,
+    hidden_states: torch.Tensor,
+    q_resid: torch.Tensor,
+    attention_mask: torch.Tensor,
+    cache: Any = None,
+) -> torch.Tensor:
+    """Select pools of tokens by averages of their keys under gates; positions, then -1."""
+    layer = _layer_of(cache, self.layer_idx)
+    batch, n, _ = hidden_states.shape
+    earlier = layer.indexer_keys
+    starts = _starts(attention_mask, None if earlier is None else earlier[..., -1].bool())
+    width, ratio = self.head_dim, self.index_kpool
+    queries = self.wq_b(q_resid).view(batch, n, -1, width)
+    keys = self.k_norm(self.wk(hidden_states))
+    gates = functional.linear(hidden_states, self.index_kpool_compress_gate)
+    packed = torch.cat([keys, gates, attention_mask.to(keys.dtype)[..., None]], -1)
+    packed = layer.update_indexer(packed)
+    weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float()
+
+    def pooled(row: int, groups: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        keys, gates, _ = groups.split([width, width, 1], -1)
+        logits = gates.float() + self.index_kpool_compress_ape.float()
+        return (logits.softmax(1).to(keys.dtype) * keys).sum(1)
+
+    lists = []
+    for row, start in enumerate(starts):
+        pools = layer.pooled_keys(row, start, ratio, pooled)
+        length = packed.shape[1] - start
+        own = min(n, length)
+        chosen = _lists_of_blocks(
+            pools, queries[row, n - own :], weights[row, n - own :], length - own,
+            ratio=ratio, most=self.index_topk // ratio,
+            tail=self.index_kpool_always_select_tail,
+        )  # fmt: skip
+        chosen = torch.where(chosen < 0, -1, chosen + start)
+        lists.append(functional.pad(chosen, (0, 0, n - own, 0), value=-1))
+    most = max(chosen.shape[1] for chosen in lists)
+    return torch.stack([functional.pad(c, (0, most - c.shape[1]), value=-1) for c in lists])
+
+
+def _starts(attention_mask: torch.Tensor, earlier: torch.Tensor | None) -> list[int]:
+    """Tokens of padding before each row, of masks of new and of earlier tokens."""
+    visible = attention_mask.bool()
+    if earlier is not None:
+        visible = torch.cat([earlier, visible], 1)
+    starts = visible.shape[1] - visible.sum(1)
+    if not bool((visible == (torch.arange(visible.shape[1]) >= starts[:, None])).all()):
+        raise Unserved("padding is not on the left")
+    return starts.tolist()  # type: ignore[no-any-return]
+
+
+# ---- what is replaced ----------------------------------------------------------------------------
+
+# By name of the class: the function, and the parameters of the forward that it stands for.
+INDEXERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "Qwen4ExpTextQSAIndexer": (
+        _qsa,
+        ("hidden_states", "position_embeddings", "attention_mask", "cache"),
+    ),
+    "Glm5NextTextIndexer": (_glm5, ("hidden_states", "q_resid", "attention_mask", "cache")),
+}
+
+
+def why_not_replaced(module: torch.nn.Module, inner: Any) -> str | None:
+    """Why a module that keeps index keys has no function in INDEXERS; None: it has one."""
+    kind = type(module)
+    if kind.__name__ not in INDEXERS or not kind.__module__.startswith("transformers."):
+        return "the code of its indexer is its own"
+    if tuple(inspect.signature(inner).parameters)[1:] != INDEXERS[kind.__name__][1]:
+        return "its indexer is another than that of transformers 5.24"
+    return None
