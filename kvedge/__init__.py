@@ -48,6 +48,7 @@ from kvedge.errors import (
     UnsupportedModelError,
 )
 from kvedge.eviction import Eviction
+from kvedge.key_index import KeyIndex
 from kvedge.layer_policy import LayerPolicy
 from kvedge.merge import merge_attention
 from kvedge.multi_head.cache import MultiHeadKvCache
@@ -116,6 +117,7 @@ __all__ = [
     "Int4KvLayer",
     "InvalidArgumentError",
     "KVCache",
+    "KeyIndex",
     "Kivi2KvLayer",
     "Kivi4KvLayer",
     "Kivi8KvLayer",

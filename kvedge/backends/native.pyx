@@ -1094,15 +1094,17 @@ def bind():
     """
     global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
     global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
-    global Parts, _batch, arrays, checks, empty_parts, kept_rows, layer_keys, memory, openmp, ranges_of, refuse, room, query_turns
+    global Parts, _batch, arrays, check_heads, checks, empty_parts, index_select, kept_rows, layer_keys, memory, openmp, ranges_of, refuse, room, query_turns
     global to_float32, partial, replace, turned, turned_back_next
     from dataclasses import replace
     from functools import partial
     from inspect import signature
 
     from kvedge import batch as _batch
+    from kvedge.backends.numpy.index import index_select
     from kvedge.core import arrays, checks, memory, openmp
     from kvedge.core.key_map import NO_MAP, KeyRule
+    from kvedge.core.lists import check_heads
     from kvedge.core.options import AttendOptions
     from kvedge.errors import (
         InvalidArgumentError, KvedgeError, LayoutError, NonFiniteInputError, OutOfMemoryError,

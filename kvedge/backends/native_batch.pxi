@@ -71,6 +71,7 @@ cdef object _attend_to(
         resolved = AttendOptions.make(
             head_dim, n_rows, num_heads, longest, None if one_layer else num, **options)
         _fill(&c_options, resolved)
+        check_heads(resolved.lists, (<LayerStore>layers[0])._num_kv_heads, start)
         threads = resolved.num_threads
         return_lse = resolved.return_lse
         reads = resolved.arrays()

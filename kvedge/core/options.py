@@ -27,6 +27,7 @@ from kvedge.core.checks import (
     as_vector,
 )
 from kvedge.core.float_mode import in_default_mode
+from kvedge.core.lists import as_lists, check_heads, mask_of
 from kvedge.core.types import Array, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
@@ -66,6 +67,7 @@ class _AloneArguments(_Arguments, total=False):
     """Those of one layer."""
 
     mask: Array | None
+    tokens: Array | None
     start: int
     out: Array | None
 
@@ -116,6 +118,7 @@ class AttendOptions:
     # its axis before the others.
     mask_bool: np.ndarray | None = None  # (num_heads, n, length) uint8, nonzero: visible
     mask_bias: np.ndarray | None = None  # (num_heads, n, length) float32, finite or -inf
+    lists: np.ndarray | None = None  # (n, 1 or num_kv_heads, k) int32: the tokens that a row reads
     start: int = 0  # the first token that is seen
     precision_bits: int = 0  # 8, 16 or 24; 0: what is needed; PRECISION_AUTO
     return_lse: bool = False
@@ -123,7 +126,13 @@ class AttendOptions:
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """The arrays that are read while attending, which `out` must not overlap."""
-        optional = (self.sink_logits, self.alibi_slopes, self.mask_bool, self.mask_bias)
+        optional = (
+            self.sink_logits,
+            self.alibi_slopes,
+            self.mask_bool,
+            self.mask_bias,
+            self.lists,
+        )
         return tuple(array for array in optional if array is not None)
 
     @classmethod
@@ -143,6 +152,7 @@ class AttendOptions:
         sink_logits: Any = None,
         softcap: Any = None,
         mask: Any = None,
+        tokens: Any = None,
         start: Any = 0,
         alibi_slopes: Any = None,
         precision_bits: Any = None,
@@ -185,6 +195,24 @@ class AttendOptions:
         if mask is not None:
             shape = (num_heads, n_rows, length)
             options.update(as_mask(mask, shape if batch is None else (batch, *shape)))
+        if tokens is not None:
+            beside = {
+                "causal=False": not causal,
+                "a batch": batch is not None,
+                "window": window is not None,
+                "mask": mask is not None,
+                "start": start.__class__ is not int or start != 0,
+                "alibi_slopes": alibi_slopes is not None,
+            }
+            refused = [name for name, is_there in beside.items() if is_there]
+            if refused:
+                raise InvalidArgumentError(
+                    f"tokens lists all that a row reads, and goes with no {', '.join(refused)}"
+                )
+            options["lists"] = lists = as_lists(tokens, n_rows, length)
+            if num_heads % lists.shape[1]:
+                check_heads(lists, num_heads)
+            options["mask_bool"] = mask_of(lists, num_heads, length)
         if start.__class__ is not int or start:
             options["start"] = as_start(start, length)
         if alibi_slopes is not None:

@@ -336,6 +336,8 @@ class ShardedKVCache(ShardedFacts):
         rows, single = checks.as_query(query, part.config, layout=layout)
         n_rows, num_heads, head_dim = rows.shape
         length = self._ends[index]
+        if options.get("tokens") is not None:
+            raise InvalidArgumentError("a ShardedKVCache takes no tokens: its parts have no lists")
         resolved = AttendOptions.make(
             head_dim, n_rows, num_heads, length, return_lse=return_lse, **options
         )

@@ -225,6 +225,11 @@ class KvLayer(ConfigFacts):
         mask : array, optional
             bool (True: visible) or float32 that is added (-inf hides), broadcast to (num_heads, n,
             len); for one row also (num_heads, len). Any strides; what is repeated is not copied.
+        tokens : array, optional
+            int32 (n, k), or (n, num_kv_heads, k): the tokens that each row (and KV head) reads,
+            ascending without duplicates, none behind the row, at least one; unused places at the
+            end are -1. No others are read. :meth:`kvedge.KeyIndex.select` makes such lists. Goes
+            with no ``mask``, ``window``, ``alibi_slopes``, ``start`` or ``causal=False``.
         start : int
             The first token that is seen, 0 to len: left padding before it is skipped and costs
             nothing. Positions and causality stay as they are; `sink_tokens` count from it. (The

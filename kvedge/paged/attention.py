@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvedge.core import arrays, checks
+from kvedge.core.lists import check_heads
 from kvedge.core.options import AttendOptions
 from kvedge.core.types import Array, Layout
 from kvedge.errors import InvalidArgumentError
@@ -40,6 +41,7 @@ def attend(
         rows = np.ascontiguousarray(rows)
         num_rows, num_heads, head_dim = rows.shape
         resolved = AttendOptions.make(head_dim, num_rows, num_heads, reading.length, **options)
+        check_heads(resolved.lists, config.num_kv_heads)
         shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
         shape = config.out_shape(shape)
         reads = () if out is None else (rows, *pool.slabs_of(layer), *resolved.arrays())

@@ -273,6 +273,7 @@ class PagedKvCache:
         queries: Array | Sequence[Array],
         *,
         mask: None = None,
+        tokens: None = None,
         start: int | Sequence[int] | None = None,
         **options: Unpack[BatchArguments],
     ) -> Any:
@@ -299,7 +300,7 @@ class PagedKvCache:
             "hnd": queries and results of n tokens are (num_heads, n, head_dim).
         **options
             Those of a layer, see :meth:`kvedge.QuantizedKvLayer.attend`, the same for all
-            sequences; no mask.
+            sequences; no mask, no tokens.
 
         Returns
         -------
@@ -315,8 +316,10 @@ class PagedKvCache:
             A sequence has no tokens, there is none at all, or options do not fit together.
         ShapeMismatchError, DtypeMismatchError, LayoutError, NonFiniteInputError
         """
-        if mask is not None:
-            raise InvalidArgumentError("attend_batch takes no mask: attend() to each with its own")
+        if mask is not None or tokens is not None:
+            raise InvalidArgumentError(
+                "attend_batch takes no mask and no tokens: attend() to each with its own"
+            )
         return attention.attend_batch(self._state, seqs, layer, queries, start, **options)
 
     # ---- reading ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ ORDER = [
     [
         "kvedge.c_library",
         "kvedge.rope",
+        "kvedge.key_index",
         "kvedge.rows",
         "kvedge.merge",
         "kvedge.threads",

@@ -33,6 +33,7 @@ CLASSES = [
     kvedge.DeltaState,
     kvedge.MambaState,
     kvedge.ConvState,
+    kvedge.KeyIndex,
     kvedge.KvBlockPool,
     kvedge.PagedKvCache,
     kvedge.PagedSnapshot,
@@ -108,7 +109,7 @@ def test_help_shows_every_class(cls):
 
 
 ATTEND_OPTIONS = [
-    "scale", "causal", "window", "sink_tokens", "sink_logits", "softcap", "mask", "start",
+    "scale", "causal", "window", "sink_tokens", "sink_logits", "softcap", "mask", "tokens", "start",
     "alibi_slopes", "precision_bits", "return_lse", "out", "num_threads", "layout",
 ]  # fmt: skip
 

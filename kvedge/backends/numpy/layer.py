@@ -14,6 +14,7 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.key_map import NO_MAP, KeyMap, KeyRule
 from kvedge.core.kivi import RUN
+from kvedge.core.lists import check_heads
 from kvedge.core.memory import LayerView, Slabs, clamp
 from kvedge.core.options import AttendOptions, default_scale
 from kvedge.core.types import Array, Floats, Layout
@@ -432,6 +433,7 @@ class LayerStore:
             sink_tokens=sink_tokens,
             **options,
         )
+        check_heads(resolved.lists, self.config.num_kv_heads)
         shape = rows.shape[1:] if single else arrays.in_nhd(rows, layout).shape
         reads = (arrays.memory_of(query, "query"), *memory_of(self, view), *resolved.arrays())
         target = arrays.as_target(out, self.config.out_shape(shape), reads=reads, layout=layout)

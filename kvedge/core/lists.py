@@ -1,0 +1,105 @@
+"""Lists of the tokens that each query row reads, checked."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from kvedge.core.checks import as_ndarray
+from kvedge.errors import (
+    DtypeMismatchError,
+    InvalidArgumentError,
+    ShapeMismatchError,
+)
+
+__all__ = ["as_lists", "check_heads", "mask_of"]
+
+
+def as_lists(tokens: Any, n_rows: int, length: int) -> np.ndarray:
+    """`tokens` as int32 (n_rows, heads, k), C-contiguous.
+
+    Row i of n stands at position ``length - n + i``. Its list has positions up to that, strictly
+    ascending and at least one; unused places at its end are -1.
+
+    Raises
+    ------
+    DtypeMismatchError, ShapeMismatchError
+    InvalidArgumentError
+        A list has no token, one behind its row or a negative one before its end, or its tokens do
+        not ascend.
+    """
+    lists = as_ndarray(tokens, "tokens")
+    if lists.dtype != np.int32:
+        raise DtypeMismatchError(f"tokens must be int32, not {lists.dtype}")
+    if lists.ndim == 2:
+        lists = lists[:, np.newaxis]
+    if lists.ndim != 3 or lists.shape[0] != n_rows or 0 in lists.shape[1:]:
+        raise ShapeMismatchError(
+            f"tokens must be ({n_rows}, k) or ({n_rows}, num_kv_heads, k), a list for each query "
+            f"row, not {tuple(tokens.shape)}"
+        )
+    lists = np.ascontiguousarray(lists)
+    used = lists >= 0
+    counts = used.sum(2)
+    # Tokens come first; behind the last only -1; each is above the one before.
+    ends = np.arange(lists.shape[2]) < counts[..., np.newaxis]
+    right = counts.all() and np.array_equal(used, ends) and lists.min() >= -1
+    if right:
+        ascends = (np.diff(lists, axis=2) > 0) | ~ends[..., 1:]
+        last = np.take_along_axis(lists, counts[..., np.newaxis] - 1, 2)[..., 0]
+        positions = np.arange(length - n_rows, length)
+        right = bool(ascends.all()) and bool((last <= positions[:, np.newaxis]).all())
+    if not right:
+        _refuse(lists, length - n_rows)
+    return lists
+
+
+def _refuse(lists: np.ndarray, first: int) -> NoReturn:
+    """Say what is wrong with the first list that is; row 0 stands at position `first`."""
+    for row, head in np.ndindex(*lists.shape[:2]):
+        tokens = lists[row, head]
+        where = f"tokens[{row}, {head}]" if lists.shape[1] > 1 else f"tokens[{row}]"
+        used = np.flatnonzero(tokens >= 0)
+        if not len(used):
+            raise InvalidArgumentError(f"{where} has no token: a row must read at least one")
+        count = int(used[-1]) + 1
+        own = tokens[:count]
+        if own.min() < 0 or tokens.min() < -1:
+            bad = int(own.min()) if own.min() < 0 else int(tokens.min())
+            raise InvalidArgumentError(
+                f"{where} has {bad} where a position, or -1 behind the last, was expected"
+            )
+        if own.max() > first + row:
+            raise InvalidArgumentError(
+                f"{where} has token {int(own.max())}, and its row stands at position {first + row}"
+            )
+        falls = np.flatnonzero(np.diff(own) <= 0)
+        if len(falls):
+            at = int(falls[0])
+            raise InvalidArgumentError(
+                f"{where} must ascend without duplicates: {own[at]} is followed by {own[at + 1]}"
+            )
+    raise AssertionError("lists are right")
+
+
+def check_heads(lists: np.ndarray | None, num_kv_heads: int, start: Any = 0) -> None:
+    """ShapeMismatchError unless there is a list for each row, or for each row and KV head.
+
+    InvalidArgumentError for a `start` besides.
+    """
+    if lists is not None and (start.__class__ is not int or start):
+        raise InvalidArgumentError("tokens lists all that a row reads, and goes with no start")
+    if lists is not None and lists.shape[1] not in (1, num_kv_heads):
+        raise ShapeMismatchError(
+            f"tokens must have a list for each row, or for each of {num_kv_heads} KV heads, not "
+            f"{lists.shape[1]}"
+        )
+
+
+def mask_of(lists: np.ndarray, num_heads: int, length: int) -> np.ndarray:
+    """Uint8 (num_heads, n_rows, length), 1 at the tokens of the lists."""
+    mask = np.zeros((*lists.shape[:2], length + 1), np.uint8)
+    np.put_along_axis(mask, lists.astype(np.intp), 1, 2)  # -1 is the place behind all
+    mask = mask[..., :length].swapaxes(0, 1)
+    return np.repeat(mask, num_heads // mask.shape[0], axis=0)
