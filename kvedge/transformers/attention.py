@@ -15,9 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging
 
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.layers import LazyRows
 from kvedge.transformers.masks import LazyMask, kvedge_mask
-from kvedge.transformers.selection import visible_of
+from kvedge.transformers.selection import check_chosen, selection_of, visible_of
 
 __all__ = ["NAME", "kvedge_attention", "register"]
 
@@ -72,7 +73,7 @@ def kvedge_attention(
         (batch, num_heads, queries, 1): a sink for each query row (Inkling 2).
     **more
         ``indices`` and ``block_indices``, by which models of sparse attention say which tokens a
-        query reads (:func:`kvedge.transformers.selection.visible_of`); others are ignored, as by
+        query reads (:func:`kvedge.transformers.selection.check_chosen`); others are ignored, as by
         sdpa's function.
 
     Returns
@@ -92,8 +93,21 @@ def kvedge_attention(
     indices, block_indices = more.pop("indices", None), more.pop("block_indices", None)
     if indices is not None or block_indices is not None:
         shape = (*query.shape[:3], key.shape[2])
-        chosen = visible_of(indices, block_indices, module, shape)
-        attention_mask = _chosen_mask(chosen, attention_mask, query, key)
+        check_chosen(indices, block_indices, shape)
+        if (
+            isinstance(attention_mask, LazyMask)
+            and attention_mask.says_all
+            and attention_mask.starts is None
+            and block_indices is not None
+            and isinstance(key, LazyRows)
+            and isinstance(key.layer, KvedgeIndexedLayer)
+            and all(option is None for option in (position_bias, sinks, sliding_window))
+        ):
+            size = module.indexer.block_size
+            attention_mask = attention_mask.showing(selection_of(block_indices, size, shape[3]))
+        else:
+            chosen = visible_of(indices, block_indices, module, shape)
+            attention_mask = _chosen_mask(chosen, attention_mask, query, key)
     if more.get("output_attentions"):
         _logger.warning_once(
             "`kvedge` attention does not support `output_attentions=True`."
@@ -116,6 +130,14 @@ def kvedge_attention(
     starts: list[int] | None = None
     mask: torch.Tensor | None = None
     window = sliding_window if is_causal else None
+    if (
+        isinstance(attention_mask, LazyMask)
+        and attention_mask.selection is not None
+        and isinstance(layer, KvedgeIndexedLayer)
+        and all(option is None for option in (position_bias, sinks, window, attention_mask.window))
+    ):
+        options = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux}
+        return layer.attend_chosen(query, attention_mask.selection, **options), None
     if isinstance(attention_mask, LazyMask) and attention_mask.says_all and position_bias is None:
         starts = attention_mask.starts
         if attention_mask.window is not None:

@@ -15,6 +15,7 @@ import torch
 from kvedge.errors import ShapeMismatchError
 from kvedge.transformers.layers import KvedgeLayer
 from kvedge.transformers.options import StoreOptions
+from kvedge.transformers.selection import Selection
 
 __all__ = ["KvedgeIndexedLayer"]
 
@@ -92,6 +93,41 @@ class KvedgeIndexedLayer(KvedgeLayer):
         """The index keys (batch, tokens, width) of all tokens; None before the first."""
         keys = self._index_keys
         return None if keys is None or not self.index_length else keys[:, : self.index_length]
+
+    # ---- tokens out ------------------------------------------------------------------------------
+
+    def attend_chosen(
+        self,
+        query: torch.Tensor,
+        selection: Selection,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As :meth:`attend`, of the last query rows over the tokens that were chosen for them."""
+        if self._begun is not None or any(self.padding):
+            self._leave_out(selection.starts, 0)
+        batch, num_heads, queries, _ = query.shape
+        out = query.new_zeros(batch, queries, num_heads, self.rows[0].value_head_dim)
+        for i, row in enumerate(self.rows):
+            tokens, moved = selection.lists[i], selection.starts[i] - self.padding[i]
+            if moved:  # a row that holds padding
+                tokens = torch.where(tokens < 0, -1, tokens + moved)
+            n = len(tokens)
+            if n:
+                row.attend(
+                    query[i, :, queries - n :],
+                    tokens=tokens,
+                    scale=scale,
+                    softcap=softcap,
+                    sink_logits=None if sink_logits is None else sink_logits.detach().float(),
+                    precision_bits=self._options.precision_bits,
+                    out=out[i, queries - n :].transpose(0, 1),
+                    num_threads=self._options.num_threads or torch.get_num_threads(),
+                    layout="hnd",
+                )
+        return out
 
     # ---- lengths, removing and rearranging -------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.masks import LazyMask
-from kvedge.transformers.selection import LazySelection, Selection
+from kvedge.transformers.selection import LazySelection, Selection, lists_of
 from kvedge.transformers.steps import Unserved
 
 __all__ = ["INDEXERS", "why_not_replaced"]
@@ -89,13 +89,10 @@ def _lists_of_blocks(
             hidden = torch.arange(len(keys)) >= whole[at : at + step, None]
             parts.append(_best(scores.masked_fill_(hidden, -torch.inf), most))
         ids = torch.cat(parts)
-    end = torch.iinfo(torch.int32).max // ratio - 1  # sorts behind all blocks
-    ids = torch.where((ids < 0) | (ids >= whole[:, None]), end, ids)
+    ids = ids.masked_fill(ids >= whole[:, None], -1)
     if tail and ratio > 1:
         ids = torch.cat([ids, whole[:, None]], 1)
-    tokens = ids.sort(1).values[..., None] * ratio + torch.arange(ratio)
-    tokens = tokens.masked_fill_(tokens > positions[:, None, None], -1)
-    return tokens.flatten(1).to(torch.int32)
+    return lists_of(ids, ratio, positions)
 
 
 def _of_module(module: torch.nn.Module, name: str) -> Any:
@@ -131,20 +128,20 @@ def _qsa(
 
     def pooled(row: int, groups: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         keys = self.k_layernorm(groups.float().mean(1).to(raw.dtype))[:, None]
-        return rotate(keys, cos=cos[row, places], sin=sin[row, places])[:, 0]  # type: ignore[no-any-return]
+        return rotate(keys, cos=cos[row, places], sin=sin[row, places])[:, 0]
 
+    shape = (batch, 1, n, raw.shape[1])
+    keys = [layer.pooled_keys(row, start, ratio, pooled) for row, start in enumerate(starts)]
+    if max(map(len, keys)) <= self.block_topk:
+        return LazySelection.of(None, shape)
     lists = []
     for row, start in enumerate(starts):
-        keys = layer.pooled_keys(row, start, ratio, pooled)
-        length = raw.shape[1] - start
-        own = min(n, length)
-        lists.append(
-            _lists_of_blocks(
-                keys, queries[row, n - own :], None, length - own,
-                ratio=ratio, most=self.block_topk, tail=True,
-            )
+        own = min(n, raw.shape[1] - start)
+        chosen = _lists_of_blocks(
+            keys[row], queries[row, n - own :], None, raw.shape[1] - start - own,
+            ratio=ratio, most=self.block_topk, tail=True,
         )  # fmt: skip
-    shape = (batch, 1, n, raw.shape[1])
+        lists.append(chosen)
     return LazySelection.of(Selection(lists, starts), shape)
 
 
@@ -200,7 +197,7 @@ def _starts(attention_mask: torch.Tensor, earlier: torch.Tensor | None) -> list[
     starts = visible.shape[1] - visible.sum(1)
     if not bool((visible == (torch.arange(visible.shape[1]) >= starts[:, None])).all()):
         raise Unserved("padding is not on the left")
-    return starts.tolist()  # type: ignore[no-any-return]
+    return starts.tolist()
 
 
 # ---- what is replaced ----------------------------------------------------------------------------

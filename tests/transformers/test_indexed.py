@@ -6,7 +6,7 @@ import pytest
 from tiny_indexed import INDEXED, indexed_model
 from tiny_models import KvedgeCache, dynamic_cache, prompt, torch
 
-from kvedge.transformers import cache_argument, enable_drafts
+from kvedge.transformers import accelerate, cache_argument, enable_drafts
 
 OF_STATES = {"Qwen4ExpForCausalLM", "Glm5NextForConditionalGeneration"}
 # transformers itself gives another text with padding, which takes part in what is chosen.
@@ -37,7 +37,8 @@ def inputs_of(name, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", INDEXED)
-def test_the_text_is_that_of_plain_transformers(name, mode):
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_the_text_is_that_of_plain_transformers(name, mode, accelerated):
     inputs, options = inputs_of(name, mode), MODES[mode][1]
     model = indexed_model(name, "eager")
     plain = {} if mode == "drafts" and name in OF_STATES else options  # which it refuses there
@@ -46,7 +47,9 @@ def test_the_text_is_that_of_plain_transformers(name, mode):
     if mode == "drafts":
         assert bool(enable_drafts(model)) == (name in OF_STATES)
     cache = KvedgeCache(model.config, dtype="float32")
+    acceleration = accelerate(model) if accelerated else None
     assert generate(model, cache, inputs, **options) == wanted
+    assert acceleration is None or not acceleration.fallbacks
 
 
 def ask(model, cache, ids, tokens=6):
