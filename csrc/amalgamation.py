@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = ("system", "formats", "store", "kernels", "attention", "state", "session")
+FOLDERS = ("system", "formats", "store", "kernels", "attention", "index", "state", "session")
 WORD = re.compile(r"[A-Za-z_]\w*")
 INCLUDE = re.compile(r'#include (?:"(.+?)"|<(.+?)>)')
 CONDITIONAL = re.compile(r"#(if|ifdef|ifndef|elif|else|endif)\b\s*(.*?)\s*(?:/\*.*)?$")

@@ -470,6 +470,13 @@ typedef struct {
   const uint16_t *half_bias; /* a bias in float16, found by bias_strides, where `bias` is NULL */
   const float *bias_factors; /* [num_heads], positive and finite: what a head's bias, of either type, is multiplied by,
                               * such as ALiBi's slopes; NULL: 1 */
+  const int32_t
+      *tokens;     /* [num_rows][token_heads][token_width]: the tokens that a row reads, or its query heads of each KV
+                          * head, and no others: at least one, ascending, up to the row's own; -1 in unused places at the
+                          * end. Calls on layers and parts take it, without window, mask, bias, slopes and start, and
+                          * causal; kvedge_slices does not. NULL: all tokens */
+  int token_heads; /* 1, or num_kv_heads */
+  int64_t token_width;
 } kvedge_attention_options;
 
 void kvedge_attention_defaults(kvedge_attention_options *options);
@@ -676,6 +683,52 @@ typedef struct {
 
 kvedge_status kvedge_conv_extend(const kvedge_conv_shape *shape, const kvedge_conv_call *calls, int num_calls,
                                  int num_threads);
+
+/* ---- Index keys ---------------------------------------------------------------------------- */
+
+/* Models with an index choose for each query row which tokens attention reads (docs/indexed.md). Their index keys lie in memory
+ * of the caller's, one for each token, or for each block of `ratio` tokens once that is whole. */
+typedef struct {
+  kvedge_format
+      format; /* KVEDGE_FLOAT32, KVEDGE_BFLOAT16 or KVEDGE_INT8, whose keys are rotated by a Hadamard matrix */
+  int head_dim;
+  int64_t num_keys;
+  const void *keys;    /* [num_keys][head_dim] as kvedge_index_encode writes them */
+  const float *scales; /* [num_keys] of KVEDGE_INT8; else NULL */
+} kvedge_index_keys;
+
+/* Magnitudes of keys are at most this, so that all products are finite. */
+#define KVEDGE_INDEX_LARGEST 0x1p40f
+
+/* Stores keys [num_keys][head_dim]. KVEDGE_ERROR_NONFINITE, or KVEDGE_ERROR_SCALE where one is too large: nothing is written. */
+kvedge_status kvedge_index_encode(kvedge_format format, int head_dim, const float *keys, int64_t num_keys, void *to,
+                                  float *scales);
+
+/* Row i stands at position first_position + i and sees the keys whose tokens lie up to that. Its score of a key is
+ * sum_h weight[h] max(0, scale q_h . k), or for lists of each head scale q_h . k. A block's score is the largest of its keys
+ * that the row sees. The k best are chosen, ties to the lower position, the last local_blocks always. */
+typedef struct {
+  const float *query;   /* [num_rows][num_heads][head_dim], not rotated */
+  const float *weights; /* [num_rows][num_heads]; NULL: 1 */
+  int64_t num_rows;
+  int num_heads; /* 1 to 1024 */
+  int per_head;  /* 1: a list for each head, without weights */
+  float scale;
+  int64_t first_position;
+  int64_t k;            /* blocks of a list */
+  int64_t ratio;        /* tokens of a key */
+  int64_t block;        /* keys of a block; 1: keys are chosen one by one */
+  int64_t local_blocks; /* at most k */
+  int64_t start;        /* the first token that may be chosen, a multiple of ratio up to first_position */
+  int32_t *tokens;      /* [num_rows][1 or num_heads][token_width], for kvedge_attention_options.tokens */
+  int64_t token_width;  /* at least kvedge_index_width() */
+} kvedge_index_call;
+
+/* The most tokens of a list: k block ratio + ratio - 1, or all that the last row sees. */
+int64_t kvedge_index_width(const kvedge_index_call *call);
+
+/* Writes the lists: tokens of the chosen blocks, and those behind the last whole key, which are always read. */
+kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_index_call *call, int num_threads);
 
 /* ---- Threads ------------------------------------------------------------------------------ */
 

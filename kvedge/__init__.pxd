@@ -101,6 +101,9 @@ cdef extern from "kvedge.h" nogil:
         const float *sink_logits
         float softcap
         const float *alibi_slopes
+        const int32_t *tokens
+        int token_heads
+        int64_t token_width
         const uint8_t *mask
         int64_t mask_strides[3]
         const float *bias
@@ -318,6 +321,36 @@ cdef extern from "kvedge.h" nogil:
 
     kvedge_status kvedge_conv_extend(
         const kvedge_conv_shape *shape, const kvedge_conv_call *calls, int num_calls, int num_threads)
+
+    ctypedef struct kvedge_index_keys:
+        kvedge_format format
+        int head_dim
+        int64_t num_keys
+        const void *keys
+        const float *scales
+
+    kvedge_status kvedge_index_encode(
+        kvedge_format format, int head_dim, const float *keys, int64_t num_keys, void *to, float *scales)
+
+    ctypedef struct kvedge_index_call:
+        const float *query
+        const float *weights
+        int64_t num_rows
+        int num_heads
+        int per_head
+        float scale
+        int64_t first_position
+        int64_t k
+        int64_t ratio
+        int64_t block
+        int64_t local_blocks
+        int64_t start
+        int32_t *tokens
+        int64_t token_width
+
+    int64_t kvedge_index_width(const kvedge_index_call *call)
+    kvedge_status kvedge_index_select(
+        const kvedge_index_keys *keys, const kvedge_index_call *call, int num_threads)
 
     kvedge_status kvedge_set_num_threads(int num_threads)
     int kvedge_get_num_threads()

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from kvedge.core import hadamard, half, int8
+from kvedge.core import hadamard, half
 from kvedge.core.checks import (
     as_float,
     as_float32,
@@ -20,13 +20,13 @@ from kvedge.core.config import one_of
 from kvedge.core.memory import aligned_zeros
 from kvedge.core.options import as_num_threads
 from kvedge.core.registry import active
-from kvedge.core.rows import RowShape
 from kvedge.core.selection import Selection
 from kvedge.core.types import Array
 from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
     PositionOutOfRangeError,
+    ScaleRangeError,
     ShapeMismatchError,
 )
 
@@ -37,6 +37,7 @@ IndexDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 _TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 _MAX_DIM = 1024
 _LEAST_ROOM = 64
+_LARGEST = 2.0**40  # KVEDGE_INDEX_LARGEST: so that all products are finite
 
 
 class KeyIndex:
@@ -169,6 +170,8 @@ class KeyIndex:
         ------
         CapacityExceededError, ShapeMismatchError, DtypeMismatchError, NonFiniteInputError
             Nothing has changed.
+        ScaleRangeError
+            A key is above 2^40.
         """
         rows = as_float32(keys, "keys", contiguous=False)
         rows = rows[np.newaxis] if rows.ndim == 1 else rows
@@ -198,6 +201,8 @@ class KeyIndex:
             shape = rows.shape
             rows = as_float32(finish(rows, firsts), "finish(keys)", shape=shape, contiguous=False)
             check_finite(rows, "finish(keys)")
+        if rows.size and np.abs(rows).max() > _LARGEST:
+            raise ScaleRangeError(f"keys hold {np.abs(rows).max():.6g}, above {_LARGEST:.6g}")
         self._store(rows)
         self._length = stop
         if self._ratio > 1:
@@ -256,7 +261,6 @@ class KeyIndex:
     def _store(self, rows: np.ndarray) -> None:
         """Store keys behind those there are."""
         first, stop = self.num_keys, self.num_keys + len(rows)
-        codes, scales = self._encoded(rows)
         if stop > len(self._keys):
             most = None if self._capacity is None else self._capacity // self._ratio
             room = max(stop, 2 * len(self._keys), _LEAST_ROOM)
@@ -266,21 +270,12 @@ class KeyIndex:
                 new = aligned_zeros((room, *old.shape[1:]), old.dtype)
                 new[:first] = old[:first]
                 setattr(self, name, new)
-        self._keys[first:stop] = codes
-        if scales is not None:
-            self._scales[first:stop] = scales
+        codes, scales = self._stored(first, stop)
+        active("index_encode")(self._dtype, np.ascontiguousarray(rows), codes, scales)
 
-    def _encoded(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        if self._dtype == "float32":
-            return rows, None
-        if self._dtype == "bfloat16":
-            half.refuse_above(half.LARGEST_BFLOAT16_INPUT, "bfloat16", rows, "keys")
-            return half.encode_bfloat16(rows), None
-        rotated = hadamard.rotate_float32(rows)
-        check_finite(rotated, "keys (rotated)")
-        shape = RowShape.of(self._head_dim, self._head_dim, "float32", True)
-        codes, scales = int8.quantize(rotated[:, np.newaxis], shape)
-        return codes[:, 0], scales[:, 0, 0]
+    def _stored(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The codes of some keys, and their scales if they have any."""
+        return self._keys[first:stop], self._scales[first:stop] if self._dtype == "int8" else None
 
     def _decoded(self) -> np.ndarray:
         keys = self._keys[: self.num_keys]
@@ -372,22 +367,12 @@ class KeyIndex:
         if selection.local_blocks > selection.k:
             raise InvalidArgumentError(f"local_blocks={local_blocks} are more than k={k}")
         threads = 0 if num_threads is None else as_num_threads(num_threads)
-        if self._dtype == "int8":
-            rows = hadamard.rotate_float32(rows)
         width = selection.width(self._length - 1)
         lists = np.empty((n, num_heads if per_head else 1, width), np.int32)
-        self._scan(np.ascontiguousarray(rows), factors, selection, lists, threads)
+        queries = np.ascontiguousarray(rows)
+        stored = self._stored(0, self.num_keys)
+        active("index_select")(self._dtype, *stored, queries, factors, selection, lists, threads)
         return lists if per_head else lists[:, 0]
-
-    def _scan(
-        self,
-        rows: np.ndarray,
-        weights: np.ndarray | None,
-        selection: Selection,
-        lists: np.ndarray,
-        threads: int,
-    ) -> None:
-        active("index_select")(self._decoded(), rows, weights, selection, lists, threads)
 
     @staticmethod
     def _factors(weights: Any, n: int, num_heads: int, per_head: bool) -> np.ndarray | None:

@@ -20,6 +20,8 @@ kvedge_status kvedge_request_check(const kvedge_request *r) {
     for (int h = 0; o->bias_factors && h < r->num_heads; h++)
       if (!(o->bias_factors[h] > 0.0f) || isinf(o->bias_factors[h])) return KVEDGE_ERROR_ARGUMENT;
     if (o->bias && o->half_bias) return KVEDGE_ERROR_ARGUMENT;
+    if (o->tokens && (!o->causal || o->window || kvedge_has_mask(o) || o->alibi_slopes || o->start))
+      return KVEDGE_ERROR_ARGUMENT;
     if (o->window < 0 || o->sink_tokens < 0 || (o->window && !o->causal)) return KVEDGE_ERROR_ARGUMENT;
   }
   if (!r->query.data) return KVEDGE_OK;

@@ -2,6 +2,7 @@
  * request, or one for each part; requests are checked, then planned and run together. */
 #include <stdlib.h>
 
+#include "attention/lists.h"
 #include "attention/parts.h"
 #include "store/ranges.h"
 #include "system/memory.h"
@@ -46,7 +47,8 @@ typedef struct {
 } planned_tasks;
 
 typedef struct {
-  char *workspaces;     /* (threads) */
+  char *workspaces; /* (threads, workspace_bytes) */
+  size_t workspace_bytes;
   planned_tasks *plans; /* (plans) */
   int32_t *plan_of;     /* (tasks) */
   int num_tasks;
@@ -57,7 +59,7 @@ static int slot_of(const tasks *all, const planned_tasks *of, int task, int slot
 }
 
 static kvedge_workspace *workspace_of(const tasks *all, int thread) {
-  return (kvedge_workspace *)(all->workspaces + (size_t)thread * kvedge_workspace_bytes());
+  return (kvedge_workspace *)(all->workspaces + (size_t)thread * all->workspace_bytes);
 }
 
 static void run_task(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
@@ -92,7 +94,11 @@ static kvedge_status run_together(kvedge_attention *planned, int num_planned, in
   if (num_threads == 1 || num_tasks == 1) return run_here(planned, num_planned);
   size_t plans = kvedge_align((size_t)num_planned * sizeof(planned_tasks));
   size_t plan_of = kvedge_align((size_t)num_tasks * sizeof(int32_t));
-  size_t workspaces = (size_t)kvedge_job_threads(num_threads, num_tasks) * kvedge_workspace_bytes();
+  size_t workspace_bytes = 0;
+  for (int i = 0; i < num_planned; i++)
+    if (planned[i].gather_bytes > workspace_bytes) workspace_bytes = planned[i].gather_bytes;
+  workspace_bytes += kvedge_workspace_bytes();
+  size_t workspaces = (size_t)kvedge_job_threads(num_threads, num_tasks) * workspace_bytes;
   size_t bytes = kvedge_align(sizeof(tasks)) + plans + plan_of + workspaces;
   for (int i = 0; i < num_planned; i++)
     bytes += kvedge_attention_lay_out(&planned[i], NULL, kvedge_num_slices(&planned[i]) + 1);
@@ -104,6 +110,7 @@ static kvedge_status run_together(kvedge_attention *planned, int num_planned, in
   *all = (tasks){.plans = (planned_tasks *)memory,
                  .plan_of = (int32_t *)(memory + plans),
                  .workspaces = memory + plans + plan_of,
+                 .workspace_bytes = workspace_bytes,
                  .num_tasks = num_tasks};
   memory += plans + plan_of + workspaces;
   for (int i = 0, task = 0; i < num_planned; i++) {
@@ -148,7 +155,7 @@ kvedge_status kvedge_attend(const kvedge_layer *layer, const float *query, int64
                             const kvedge_attention_options *options, int num_threads, float *out, float *lse) {
   KVEDGE_FLOAT_MODE;
   if (!layer || !query || !out || num_threads < 0) return KVEDGE_ERROR_ARGUMENT;
-  if (kvedge_has_ranges(layer)) {
+  if (kvedge_has_ranges(layer) || kvedge_has_lists(options)) {
     const kvedge_attention_call call = {.layer = layer,
                                         .query = kvedge_dense_array(query, num_heads, layer->keys.shape.dim),
                                         .num_rows = num_rows,
@@ -192,18 +199,31 @@ static int requests_of_call(const kvedge_attention_call *call, kvedge_call_room 
   return 1;
 }
 
+/* Runs the requests of calls together, but those of lists call by call. */
+static kvedge_status run_all(const kvedge_attention_call *calls, int num_calls, const int *counts,
+                             const kvedge_request *requests, int num_requests, int num_threads) {
+  int has_lists = 0;
+  for (int i = 0; i < num_calls; i++) has_lists |= kvedge_has_lists(calls[i].options);
+  if (!has_lists) return kvedge_run_requests(requests, num_requests, num_threads);
+  kvedge_status status = KVEDGE_OK;
+  for (int i = 0; i < num_calls && status == KVEDGE_OK; requests += counts[i++])
+    status = kvedge_has_lists(calls[i].options) ? kvedge_run_lists(requests, counts[i], num_threads)
+                                                : kvedge_run_requests(requests, counts[i], num_threads);
+  return status;
+}
+
 /* Runs checked requests, and merges those of calls that have several. */
 static kvedge_status run_calls(const kvedge_attention_call *calls, int num_calls, const int *counts,
                                kvedge_request *requests, int num_requests, int num_threads) {
   size_t bytes = 0;
   for (int i = 0, first = 0; i < num_calls; first += counts[i++])
     bytes += kvedge_parts_bytes(&requests[first], counts[i]);
-  if (bytes == 0) return kvedge_run_requests(requests, num_requests, num_threads);
+  if (bytes == 0) return run_all(calls, num_calls, counts, requests, num_requests, num_threads);
   char *memory = kvedge_aligned_alloc(64, bytes), *room = memory;
   if (!memory) return KVEDGE_ERROR_MEMORY;
   for (int i = 0, first = 0; i < num_calls; first += counts[i++])
     room = kvedge_parts_take_room(&requests[first], counts[i], room);
-  const kvedge_status status = kvedge_run_requests(requests, num_requests, num_threads);
+  const kvedge_status status = run_all(calls, num_calls, counts, requests, num_requests, num_threads);
   for (int i = 0, first = 0; i < num_calls && status == KVEDGE_OK; first += counts[i++])
     kvedge_merge_parts(&calls[i], &requests[first], counts[i]);
   kvedge_aligned_free(memory);

@@ -4,6 +4,7 @@
  *   slices.c    the slices of kvedge.h, for threads of the caller's
  *   call.c      calls on threads of our own: kvedge_attend, several layers and parts of them
  *   parts.c     calls whose tokens lie in several layers; their results merged
+ *   lists.c     calls whose rows read lists of tokens
  *   rows.c      keys and values in memory of others
  *   view.c      what attention sees of a cache, and which tokens query rows attend to
  *   plan.c      shapes, kernels and memory of a call
@@ -68,6 +69,7 @@ typedef struct {
   int64_t len;             /* tokens in all segments */
   int num_segments;        /* of runs each begins with one, and ends with one unless it is the last */
   const kvedge_segment *segments;
+  int gathers;        /* segments are of a token each; slices gather their rows tile by tile, with these strides */
   int bounds_unknown; /* those of the sides are guesses: rows that they do not hold for are attended to again */
 } kvedge_cache_view;
 
@@ -99,6 +101,7 @@ typedef struct {
   int num_row_blocks, chunks_per_block, most_chunks; /* most_chunks: it does not fall as tokens are added */
   int heads_per_slice; /* KV heads: all, or for several threads some, with the same results to the bit */
   int tile;            /* tokens, a multiple of 16 up to KVEDGE_TILE */
+  size_t gather_bytes; /* of a thread's room for gathered rows, behind its workspace */
 
   /* Scores are kept divided by a factor so that nothing overflows: logit = score * logit_factor +
    * logit_bias. If an option needs true logits (real_logits), scores are turned into them at once. */
@@ -350,6 +353,9 @@ typedef struct {
 /* Working memory of a thread that runs slices, 64-byte aligned (tile.h), and its bytes. */
 typedef struct kvedge_workspace kvedge_workspace;
 size_t kvedge_workspace_bytes(void);
+
+/* Bytes of a tile of rows that are gathered, with their scales. */
+size_t kvedge_gathered_tile_bytes(const kvedge_attention *a);
 
 /* slice.c: runs a slice, whose result is left in a slot. What this thread runs next is prefetched at the end, if its rows lie
  * as those of this one. `stop`, if not NULL, is looked at now and then: not 0 ends the run early, its slot worthless. */

@@ -188,6 +188,7 @@ void kvedge_attention_plan(kvedge_attention *a, const kvedge_request *r, int64_t
 
   plan_kernels(a);
   a->tile = plan_tile(a);
+  a->gather_bytes = view->gathers ? 2 * kvedge_gathered_tile_bytes(a) : 0;
   a->most_chunks = plan_chunks(a);
   a->chunks_per_block = even_chunks(a);
   a->heads_per_slice = view->num_kv_heads;
@@ -273,7 +274,7 @@ size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots) 
     a->refit = kvedge_take(base, &used, (size_t)a->num_refits * a->refit_bytes);
   }
   a->workspace = NULL;
-  if (a->has_workspace) a->workspace = kvedge_take(base, &used, kvedge_workspace_bytes());
+  if (a->has_workspace) a->workspace = kvedge_take(base, &used, kvedge_workspace_bytes() + a->gather_bytes);
   return used;
 }
 

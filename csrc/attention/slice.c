@@ -46,7 +46,57 @@ static void add_tokens(const kvedge_cache_view *view, int index, int64_t offset,
 /* No tokens yet. */
 static void clear_tile(token_tile *tile) { tile->num_tokens = tile->num_blocks[KEYS] = tile->num_blocks[VALUES] = 0; }
 
-static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
+size_t kvedge_gathered_tile_bytes(const kvedge_attention *a) {
+  ptrdiff_t of_token = 0;
+  for (int s = 0; s < SIDES; s++) {
+    const kvedge_view_side *side = &a->view.side[s];
+    of_token += side->row_stride + (side->scales_in_rows ? 0 : side->scale_token_stride);
+  }
+  return kvedge_align((size_t)(a->tile * of_token)) + (size_t)4 * 64; /* each array begins at a line */
+}
+
+/* Copies `bytes` of tokens first..first+count-1, whose segments are theirs, side by side; those of tokens to come are
+ * prefetched. */
+static void gather_rows(const kvedge_segment *segments, int s, int scales, ptrdiff_t from, int count, size_t bytes,
+                        ptrdiff_t stride, char *to) {
+  enum { AHEAD = 8 };
+  for (int t = 0; t < count; t++) {
+    const char *later = scales ? segments[t + AHEAD < count ? t + AHEAD : t].scales[s]
+                               : segments[t + AHEAD < count ? t + AHEAD : t].rows[s];
+    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(later + from + line);
+    memcpy(to + t * stride, (scales ? segments[t].scales[s] : segments[t].rows[s]) + from, bytes);
+  }
+}
+
+/* A tile of rows that lie anywhere, gathered in `room` as they are stored. */
+static void gather_tile(const kvedge_attention *a, int count, char *room, token_tile *tile) {
+  const kvedge_cache_view *view = &a->view;
+  const kvedge_segment *segments = view->segments + tile->token;
+  tile->num_tokens = count;
+  for (int s = 0; s < SIDES; s++) {
+    const kvedge_view_side *side = &view->side[s];
+    char *rows = room, *scales = rows;
+    room += kvedge_align((size_t)(a->tile * side->row_stride));
+    gather_rows(segments, s, 0, side->first_row, count, (size_t)(view->num_kv_heads * side->head_stride),
+                side->row_stride, rows);
+    if (!side->scales_in_rows && side->scale_token_stride) {
+      scales = room, room += kvedge_align((size_t)(a->tile * side->scale_token_stride));
+      gather_rows(segments, s, 1, side->first_scale, count, (size_t)(view->num_kv_heads * side->scale_head_stride),
+                  side->scale_token_stride, scales);
+    }
+    const kvedge_segment gathered = {
+        .rows = {rows,   rows  },
+          .scales = {scales, scales},
+          .num_tokens = count
+    };
+    kvedge_view_side plain = *side; /* the first KV head is the gathered rows' first */
+    plain.first_row = plain.first_scale = 0;
+    add_blocks(&plain, s, &gathered, 0, 0, count, tile);
+  }
+}
+
+/* `room`: for rows that are gathered. */
+static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor, char *room) {
   const kvedge_cache_view *view = &a->view;
   const int64_t i = cursor->next;
   token_tile tile;
@@ -61,6 +111,11 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor) {
   int64_t count = a->tile - (tile.token + first) % a->tile;
   if (in_sinks && count > cursor->attended.sinks - i) count = cursor->attended.sinks - i;
   if (count > cursor->stop - i) count = cursor->stop - i;
+  if (view->gathers) {
+    gather_tile(a, (int)count, room, &tile);
+    cursor->next += count;
+    return tile;
+  }
   while (tile.token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
     cursor->segment_start += view->segments[cursor->segment++].num_tokens;
   do { /* segments that do not end with a block of 16 tokens end the tile */
@@ -105,10 +160,11 @@ static int lie_alike(const kvedge_cache_view *first, const kvedge_cache_view *ot
 static token_tile first_tile(const kvedge_cache_view *view, kvedge_slice of) {
   token_tile none;
   clear_tile(&none);
-  if (!of.attention || !lie_alike(view, &of.attention->view)) return none;
+  if (!of.attention || view->gathers || of.attention->view.gathers || !lie_alike(view, &of.attention->view))
+    return none;
   const kvedge_slice_place place = kvedge_place_of(of.attention, of.slice);
   tile_cursor cursor = start_of_slice(of.attention, &place);
-  return next_tile(of.attention, &cursor);
+  return next_tile(of.attention, &cursor, NULL);
 }
 
 /* ---- A slice --------------------------------------------------------------------------------- */
@@ -132,14 +188,18 @@ void kvedge_slice_run(const kvedge_attention *a, int slice, kvedge_slice followi
   w->queries = kvedge_queries_for(a, &place, slot);
   clear_partial(a, &place, &partial);
   tile_cursor cursor = start_of_slice(a, &place);
-  token_tile tile = next_tile(a, &cursor), none;
+  char *gathered = (char *)w + kvedge_workspace_bytes(); /* two tiles in turn */
+  int turn = 0;
+  token_tile tile = next_tile(a, &cursor, gathered), none;
   clear_tile(&none);
   while (tile.num_tokens > 0 && !(stop && __atomic_load_n(stop, __ATOMIC_RELAXED))) {
     const int last = cursor.next >= cursor.stop;
-    const token_tile next = last ? first_tile(view, following) : next_tile(a, &cursor);
+    const token_tile next =
+        last ? first_tile(view, following) : next_tile(a, &cursor, gathered + (turn ^= 1) * (a->gather_bytes / 2));
     const int masking = kvedge_needs_masking(a, &place.block, &tile);
     /* What is prefetched are all heads of a tile, in the order of memory. */
-    const token_tile *to_prefetch = place.num_kv_heads == view->num_kv_heads ? &next : &none;
+    const int prefetches = place.num_kv_heads == view->num_kv_heads && !view->gathers;
+    const token_tile *to_prefetch = prefetches ? &next : &none;
     if (to_prefetch == &next) kvedge_fetch_rest(view, &tile, &next);
     w->scales[KEYS].count = w->scales[VALUES].count = 0;
     for (int kv_head = place.kv_head, num; kv_head < stop_head; kv_head += num) {
@@ -166,7 +226,7 @@ void kvedge_all_logits(const kvedge_attention *a, float *logits) {
   workspace *w = a->workspace;
   const kvedge_slice_place all = {.block = {.count = a->num_rows}, .num_kv_heads = view->num_kv_heads};
   w->queries = kvedge_queries_for(a, &all, 0);
-  for (token_tile tile = next_tile(a, &cursor); tile.num_tokens > 0; tile = next_tile(a, &cursor)) {
+  for (token_tile tile = next_tile(a, &cursor, NULL); tile.num_tokens > 0; tile = next_tile(a, &cursor, NULL)) {
     w->scales[KEYS].count = 0;
     for (int kv_head = 0; kv_head < view->num_kv_heads; kv_head++) {
       for (int i = 0; i < a->query_rows; i += KVEDGE_QUERY_ROWS) {

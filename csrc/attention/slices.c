@@ -33,6 +33,7 @@ struct kvedge_slices {
 /* Requests that a call becomes; 0: its shapes are not valid. */
 static int num_requests(const kvedge_attention_call *call) {
   if (call->num_rows < 1 || call->num_rows > KVEDGE_MOST_TOKENS || call->num_heads < 1 || call->num_parts) return 0;
+  if (call->options && call->options->tokens) return 0;
   if (call->rows) return call->layer || call->lse ? 0 : kvedge_requests_of_rows(call->rows, call->num_heads);
   return call->layer && !kvedge_has_ranges(call->layer);
 }

@@ -48,6 +48,17 @@ def mamba_extend(
 def conv_extend(
     state: Any, x: Any, weight: Any, bias: Any, silu: bool, out: Any, threads: int
 ) -> None: ...
+def index_encode(dtype: str, rows: Any, codes: Any, scales: Any) -> None: ...
+def index_select(
+    dtype: str,
+    codes: Any,
+    scales: Any,
+    queries: Any,
+    weights: Any,
+    selection: Any,
+    lists: Any,
+    num_threads: int,
+) -> None: ...
 
 class LayerStore(_LayerStore, Protocol): ...
 class KvLayer(_KvLayer): ...

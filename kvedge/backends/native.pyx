@@ -1055,6 +1055,9 @@ cdef _fill(kvedge_attention_options *c, options):
         c.sink_logits = _floats(options.sink_logits)
     if options.alibi_slopes is not None:
         c.alibi_slopes = _floats(options.alibi_slopes)
+    if options.lists is not None:
+        c.tokens = <const int32_t *>cnp.PyArray_DATA(options.lists)
+        c.token_heads, c.token_width = options.lists.shape[1], options.lists.shape[2]
     if options.mask_bool is not None:
         c.mask = <const uint8_t *>cnp.PyArray_DATA(options.mask_bool)
         batch = options.mask_bool.ndim - 3
@@ -1083,6 +1086,10 @@ include "native_paged.pxi"
 
 include "native_states.pxi"
 
+# ---- index keys ----------------------------------------------------------------------------------
+
+include "native_index.pxi"
+
 # ---- the public classes --------------------------------------------------------------------------
 
 
@@ -1094,14 +1101,13 @@ def bind():
     """
     global AttendOptions, InvalidArgumentError, KeyRule, KvedgeError, LayoutError, NO_MAP, NonFiniteInputError
     global OutOfMemoryError, ShapeMismatchError, UnsupportedIsaError
-    global Parts, _batch, arrays, check_heads, checks, empty_parts, index_select, kept_rows, layer_keys, memory, openmp, ranges_of, refuse, room, query_turns
+    global Parts, _batch, arrays, check_heads, checks, empty_parts, kept_rows, layer_keys, memory, openmp, ranges_of, refuse, room, query_turns
     global to_float32, partial, replace, turned, turned_back_next
     from dataclasses import replace
     from functools import partial
     from inspect import signature
 
     from kvedge import batch as _batch
-    from kvedge.backends.numpy.index import index_select
     from kvedge.core import arrays, checks, memory, openmp
     from kvedge.core.key_map import NO_MAP, KeyRule
     from kvedge.core.lists import check_heads

@@ -13,7 +13,7 @@ from kvedge.errors import (
     ShapeMismatchError,
 )
 
-__all__ = ["as_lists", "check_heads", "mask_of"]
+__all__ = ["as_lists", "check_heads", "visible_of"]
 
 
 def as_lists(tokens: Any, n_rows: int, length: int) -> np.ndarray:
@@ -97,9 +97,12 @@ def check_heads(lists: np.ndarray | None, num_kv_heads: int, start: Any = 0) -> 
         )
 
 
-def mask_of(lists: np.ndarray, num_heads: int, length: int) -> np.ndarray:
-    """Uint8 (num_heads, n_rows, length), 1 at the tokens of the lists."""
-    mask = np.zeros((*lists.shape[:2], length + 1), np.uint8)
-    np.put_along_axis(mask, lists.astype(np.intp), 1, 2)  # -1 is the place behind all
-    mask = mask[..., :length].swapaxes(0, 1)
-    return np.repeat(mask, num_heads // mask.shape[0], axis=0)
+def visible_of(lists: np.ndarray, tokens: slice) -> np.ndarray:
+    """Bool (heads, n_rows, tokens), True at those tokens of a range that the lists have."""
+    length = tokens.stop - tokens.start
+    inside = (lists >= tokens.start) & (lists < tokens.stop)
+    visible = np.zeros(
+        (*lists.shape[:2], length + 1), bool
+    )  # the place behind all is of the others
+    np.put_along_axis(visible, np.where(inside, lists - tokens.start, length), True, 2)
+    return visible[..., :length].swapaxes(0, 1)

@@ -36,7 +36,7 @@ def activate(backend: ModuleType) -> None:
     """
     for name in ("KvLayer", "BlockStore"):
         backend_class(getattr(backend, name))
-    for name in ("delta_extend", "mamba_extend", "conv_extend", "index_select"):
+    for name in ("delta_extend", "mamba_extend", "conv_extend", "index_encode", "index_select"):
         _active[name] = getattr(backend, name)
 
 

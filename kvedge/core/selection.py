@@ -22,7 +22,5 @@ class Selection:
 
     def width(self, last_position: int) -> int:
         """Tokens of the longest list of rows up to a position."""
-        tail = (last_position + 1) % self.ratio if self.k else 0
-        whole = (last_position + 1) // self.ratio * self.ratio - self.start
-        size = self.block * self.ratio
-        return max(1, min(self.k * size, max(0, whole) + tail) + self.ratio - 1)
+        chosen = self.k * self.block * self.ratio + self.ratio - 1
+        return min(chosen, last_position + 1 - self.start)

@@ -22,6 +22,7 @@ from kvedge.core.config import LayerConfig
 from kvedge.core.float_mode import in_default_mode
 from kvedge.core.hadamard import rotate
 from kvedge.core.key_map import KeyMap
+from kvedge.core.lists import visible_of
 from kvedge.core.memory import Slabs
 from kvedge.core.options import AttendOptions
 from kvedge.rope import Turn, turned
@@ -261,6 +262,10 @@ def _add_bias_and_hide(
     query_heads = slice(heads.start * shape[1], heads.stop * shape[1])
     if options.mask_bias is not None:
         logits += options.mask_bias[query_heads, rows, tokens].reshape(shape)
+    if options.lists is not None:
+        visible = visible_of(options.lists[rows], tokens)  # (1 or H, R, T)
+        hidden = ~(visible if len(visible) == 1 else visible[heads])
+        logits[np.broadcast_to(hidden[:, np.newaxis], shape)] = -np.inf
     if options.mask_bool is not None:
         logits[options.mask_bool[query_heads, rows, tokens].reshape(shape) == 0] = -np.inf
     if options.causal and tokens.stop - 1 > positions[0]:

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvedge.core import hadamard, half, int8
 from kvedge.core.float_mode import in_default_mode
+from kvedge.core.rows import RowShape
 from kvedge.core.selection import Selection
 
-__all__ = ["index_select"]
+__all__ = ["index_encode", "index_select"]
+
+
+@in_default_mode
+def index_encode(
+    dtype: str, rows: np.ndarray, codes: np.ndarray, scales: np.ndarray | None
+) -> None:
+    """Store keys, float32 (n, head_dim), in arrays of as many."""
+    if dtype == "float32":
+        codes[...] = rows
+    elif dtype == "bfloat16":
+        codes[...] = half.encode_bfloat16(rows)
+    else:
+        assert scales is not None
+        shape = RowShape.of(rows.shape[1], rows.shape[1], "float32", True)
+        stored = int8.quantize(hadamard.rotate_float32(rows)[:, np.newaxis], shape)
+        codes[...], scales[...] = stored[0][:, 0], stored[1][:, 0, 0]
 
 
 @in_default_mode
 def index_select(
-    keys: np.ndarray,
+    dtype: str,
+    codes: np.ndarray,
+    scales: np.ndarray | None,
     queries: np.ndarray,
     weights: np.ndarray | None,
     selection: Selection,
@@ -23,10 +43,14 @@ def index_select(
 
     Parameters
     ----------
-    keys : numpy.ndarray
-        float32 (num_keys, head_dim), as stored.
+    dtype : str
+        How keys are stored.
+    codes : numpy.ndarray
+        (num_keys, head_dim).
+    scales : numpy.ndarray, optional
+        float32 (num_keys,), of int8.
     queries : numpy.ndarray
-        float32 (n, num_heads, head_dim), rotated as the keys are.
+        float32 (n, num_heads, head_dim).
     weights : numpy.ndarray, optional
         float32 (n, num_heads).
     selection : Selection
@@ -36,6 +60,11 @@ def index_select(
         Has no effect.
     """
     s = selection
+    keys = half.decode_bfloat16(codes) if dtype == "bfloat16" else codes
+    if dtype == "int8":
+        assert scales is not None
+        keys = codes * scales[:, np.newaxis]
+        queries = hadamard.rotate_float32(queries)
     lists[...] = -1
     for row, query in enumerate(queries):
         position = s.first_position + row

@@ -1,0 +1,316 @@
+/* Selection by index keys: a scan that scores the keys for each query row, and the best of them as a list of tokens.
+ *
+ * Scores are the products of attention's cells for the keys' format, 32 queries at a time, a tile of 256 keys after the
+ * other; of a row's heads max(0, product) is added up. Rows whose scores fit in SCORES_BYTES are scanned together: first all
+ * of their scores, cut by rows and by keys for threads, then a list for each row. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "formats/format.h"
+#include "kernels/kernels.h"
+#include "kvedge.h"
+#include "store/layer_struct.h"
+#include "store/rotation.h"
+#include "system/bits.h"
+#include "system/dispatch.h"
+#include "system/float_mode.h"
+#include "system/memory.h"
+#include "system/parallel.h"
+
+enum {
+  MAX_HEADS = 1024,
+  CHUNK_KEYS = 2048,       /* of a task: 256 KB of keys of 128 channels in int8 */
+  SCORES_BYTES = 16 << 20, /* of rows that are scanned together, at most; or one row's */
+};
+
+/* The working memory of a thread that scans. */
+typedef struct {
+  _Alignas(64) char scratch[KVEDGE_SCRATCH];
+  _Alignas(64) float products[KVEDGE_QUERY_ROWS * KVEDGE_TILE];
+  _Alignas(64) float sums[KVEDGE_QUERY_ROWS][KVEDGE_TILE];
+  _Alignas(64) float scales[KVEDGE_TILE];
+  _Alignas(64) float values[KVEDGE_QUERY_ROWS * KVEDGE_MAX_HEAD_DIM];
+  _Alignas(64) int8_t quantized[KVEDGE_QUERY_ROWS * KVEDGE_MAX_HEAD_DIM * KVEDGE_QUANTIZED_BYTES];
+  float query_scale[KVEDGE_QUERY_ROWS], factor[KVEDGE_QUERY_ROWS];
+  int32_t offsets[KVEDGE_QUERY_ROWS * 4];
+  _Alignas(64) float decoded[KVEDGE_BLOCK * KVEDGE_MAX_HEAD_DIM];
+} scan_memory;
+
+/* Rows that are scanned together. */
+typedef struct {
+  const kvedge_index_keys *keys;
+  const kvedge_index_call *call;
+  const kvedge_kernels *kernels;
+  const kvedge_cell *cell; /* of the format, or of float32 where the path has none: rows are decoded, block by block */
+  int64_t first_row, num_rows;
+  int64_t num_keys; /* that the last of them sees */
+  int lists;        /* of a row: 1, or one for each head */
+  int rows_of_task;
+  int64_t num_chunks;
+  float *scores;       /* (num_rows, lists, num_keys) */
+  scan_memory *memory; /* (threads) */
+} scan;
+
+static int decodes(const scan *s) { return s->cell != &s->kernels->cells[s->keys->format]; }
+
+static int64_t keys_seen(const kvedge_index_call *call, int64_t row) {
+  return (call->first_position + row + 1) / call->ratio;
+}
+
+/* ---- The scan --------------------------------------------------------------------------------- */
+
+/* Query `head` of a row as the cell multiplies it: over a power of two, which `factor` has. */
+static void prepare_query(const scan *s, int64_t row, int head, int at, scan_memory *m) {
+  const int dim = s->keys->head_dim, pad = kvedge_padded_channels(dim);
+  const float *x = s->call->query + (row * s->call->num_heads + head) * dim;
+  float rotated[KVEDGE_MAX_HEAD_DIM], largest = 0.0f;
+  if (s->keys->format == KVEDGE_INT8) {
+    kvedge_rotate_channels(x, kvedge_rotated_together(dim), 0, dim, rotated);
+    x = rotated;
+  }
+  for (int d = 0; d < dim; d++) largest = fmaxf(largest, fabsf(x[d]));
+  const int exponent = largest > 0.0f && largest <= 0x1p120f ? ilogbf(largest) : largest > 0.0f ? 120 : 0;
+  const float inverse = ldexpf(1.0f, exponent < -120 ? 120 : -exponent);
+  m->factor[at] = s->call->scale / inverse;
+  if (s->cell->encode_query) {
+    s->cell->encode_query(x, dim, inverse, largest * inverse, 2, m->quantized + at * pad * KVEDGE_QUANTIZED_BYTES,
+                          &m->query_scale[at], &m->offsets[at * 4]);
+    return;
+  }
+  float *values = m->values + at * pad;
+  for (int d = 0; d < pad; d++) values[d] = d < dim ? x[d] * inverse : 0.0f;
+}
+
+/* Products of the first `count` prepared queries with keys first..first+num_keys-1, at most a tile. */
+static void multiply_tile(const scan *s, int64_t first, int num_keys, int count, scan_memory *m) {
+  const kvedge_index_keys *keys = s->keys;
+  const kvedge_format_info *format = kvedge_format_of(keys->format);
+  const ptrdiff_t row_bytes = (ptrdiff_t)keys->head_dim * format->bits / 8,
+                  pad = kvedge_padded_channels(keys->head_dim);
+  const char *blocks[KVEDGE_TILE_BLOCKS], *rows = (const char *)keys->keys + first * row_bytes;
+  const kvedge_row_shape shape = kvedge_row_shape_of(format, keys->head_dim, keys->head_dim, KVEDGE_SCALE_FLOAT32);
+  for (int b = 0; b * KVEDGE_BLOCK < num_keys; b++) blocks[b] = rows + b * KVEDGE_BLOCK * row_bytes;
+  kvedge_tile tile = {.blocks = blocks,
+                      .token_stride = row_bytes,
+                      .num_tokens = num_keys,
+                      .dim = keys->head_dim,
+                      .factor = 1.0f,
+                      .bits = format->bits};
+  if (keys->scales) {
+    memcpy(m->scales, keys->scales + first, (size_t)num_keys * sizeof *m->scales);
+    for (int t = num_keys; t % KVEDGE_BLOCK; t++) m->scales[t] = 0.0f;
+    tile.scales = m->scales;
+  }
+  kvedge_query q = {.num_queries = count, .dim = keys->head_dim, .stride = pad, .scratch = m->scratch};
+  if (s->cell->encode_query)
+    q.quantized = m->quantized, q.scale = m->query_scale, q.scale_stride = 1, q.offsets = m->offsets, q.planes = 2;
+  else q.values = m->values;
+  if (!decodes(s)) {
+    s->cell->scores(&q, &tile, m->products, 0);
+    return;
+  }
+  tile.token_stride = keys->head_dim * (ptrdiff_t)sizeof(float), tile.scales = NULL;
+  for (int b = 0; b * KVEDGE_BLOCK < num_keys; b++) {
+    const int left = num_keys - b * KVEDGE_BLOCK;
+    const char *decoded = (const char *)m->decoded;
+    tile.num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK, tile.blocks = &decoded;
+    format->decode(&shape, blocks[b], m->scales + b * KVEDGE_BLOCK, tile.num_tokens, m->decoded);
+    s->cell->scores(&q, &tile, m->products + b * KVEDGE_BLOCK, 0);
+  }
+}
+
+/* sums[t] += weight * max(0, products[t]) */
+static void add_positive(float *restrict sums, const float *restrict products, float factor, float weight) {
+  for (int t = 0; t < KVEDGE_TILE; t++) {
+    const float x = products[t] * factor;
+    sums[t] += weight * (x > 0.0f ? x : 0.0f);
+  }
+}
+
+/* The scores of some rows for the keys of a chunk, by `count` heads from one on: for one list they are added up. */
+static void scan_heads(const scan *s, int64_t first_row, int num_rows, int head, int count, int64_t first_key,
+                       int64_t stop_key, scan_memory *m) {
+  const kvedge_index_call *call = s->call;
+  for (int r = 0; r < num_rows; r++)
+    for (int h = 0; h < count; h++) prepare_query(s, first_row + r, head + h, r * count + h, m);
+  for (int64_t key = first_key; key < stop_key; key += KVEDGE_TILE) {
+    const int num_keys = stop_key - key < KVEDGE_TILE ? (int)(stop_key - key) : KVEDGE_TILE;
+    multiply_tile(s, key, num_keys, num_rows * count, m);
+    for (int r = 0; r < num_rows; r++) {
+      float *scores = s->scores + (first_row - s->first_row + r) * s->lists * s->num_keys + key;
+      if (!call->per_head) {
+        memset(m->sums[r], 0, sizeof m->sums[r]);
+        if (head > 0) memcpy(m->sums[r], scores, (size_t)num_keys * sizeof *scores);
+      }
+      for (int h = 0; h < count; h++) {
+        const int at = r * count + h;
+        const float *products = m->products + at * KVEDGE_TILE;
+        const float weight = call->weights ? call->weights[(first_row + r) * call->num_heads + head + h] : 1.0f;
+        if (!call->per_head) add_positive(m->sums[r], products, m->factor[at], weight);
+        else
+          for (int t = 0; t < num_keys; t++) scores[(head + h) * s->num_keys + t] = products[t] * m->factor[at];
+      }
+      if (!call->per_head) memcpy(scores, m->sums[r], (size_t)num_keys * sizeof *scores);
+    }
+  }
+}
+
+static void run_scan(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
+  const scan *s = context;
+  const int64_t first_row = s->first_row + task / s->num_chunks * s->rows_of_task, chunk = task % s->num_chunks;
+  const int64_t left = s->first_row + s->num_rows - first_row;
+  const int num_rows = left < s->rows_of_task ? (int)left : s->rows_of_task, num_heads = s->call->num_heads;
+  const int64_t first_key = chunk * CHUNK_KEYS, seen = keys_seen(s->call, first_row + num_rows - 1);
+  const int64_t stop_key = seen < first_key + CHUNK_KEYS ? seen : first_key + CHUNK_KEYS;
+  (void)next, (void)slot, (void)stop;
+  for (int head = 0; head < num_heads; head += KVEDGE_QUERY_ROWS) {
+    const int count = num_heads - head < KVEDGE_QUERY_ROWS ? num_heads - head : KVEDGE_QUERY_ROWS;
+    scan_heads(s, first_row, num_rows, head, count, first_key, stop_key, &s->memory[thread]);
+  }
+}
+
+/* ---- The best ---------------------------------------------------------------------------------- */
+
+/* Floats order as these do; -0 as 0. */
+static inline uint32_t order_of(float x) {
+  const uint32_t bits = kvedge_bits_of_float(x + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* Of n scores, the k-th largest in that order, k <= n; *ties: how many of those equal to it are among the k. By digits of 11, 11
+ * and 10 bits: each pass counts the scores that begin as the k-th does. */
+static uint32_t threshold_of(const float *scores, int64_t n, int64_t k, int64_t *ties) {
+  uint32_t prefix = 0, mask = 0;
+  for (int shift = 21; shift >= 0; shift = shift > 10 ? shift - 11 : shift > 0 ? 0 : -1) {
+    enum { DIGITS = 2048 };
+    uint32_t counts[DIGITS] = {0};
+    const uint32_t digits = shift == 0 ? 1023 : DIGITS - 1;
+    for (int64_t i = 0; i < n; i++) {
+      const uint32_t order = order_of(scores[i]);
+      if ((order & mask) == prefix) counts[order >> shift & digits]++;
+    }
+    uint32_t digit = digits;
+    while (counts[digit] < k) k -= counts[digit--];
+    prefix |= digit << shift, mask |= digits << shift;
+  }
+  *ties = k;
+  return prefix;
+}
+
+/* Scores of keys become those of blocks, from block `first` on: their largest. Returns the number of blocks. */
+static int64_t take_blocks(const kvedge_index_call *call, float *scores, int64_t first_key, int64_t stop_key) {
+  const int64_t first = first_key / call->block, stop = (stop_key + call->block - 1) / call->block;
+  for (int64_t b = first; b < stop; b++) {
+    const int64_t from = b * call->block > first_key ? b * call->block : first_key;
+    const int64_t to = (b + 1) * call->block < stop_key ? (b + 1) * call->block : stop_key;
+    float largest = -INFINITY;
+    for (int64_t i = from; i < to; i++) largest = scores[i] > largest ? scores[i] : largest;
+    scores[b - first] = largest; /* b - first <= from */
+  }
+  for (int64_t b = stop - 1; b >= first && b >= stop - call->local_blocks; b--) scores[b - first] = INFINITY;
+  return stop - first;
+}
+
+static void choose(const scan *s, int64_t row, int list) {
+  const kvedge_index_call *call = s->call;
+  const int64_t position = call->first_position + row, stop_key = keys_seen(call, row);
+  const int64_t first_key = call->start / call->ratio, first = first_key / call->block;
+  const int64_t size = call->block * call->ratio, stop = stop_key * call->ratio;
+  float *scores = s->scores + ((row - s->first_row) * s->lists + list) * s->num_keys;
+  int32_t *to = call->tokens + (row * s->lists + list) * call->token_width, *end = to + call->token_width;
+  const int64_t n = first_key < stop_key ? take_blocks(call, scores, first_key, stop_key) : 0;
+  int64_t ties = n;
+  const uint32_t threshold = n > call->k ? threshold_of(scores, n, call->k, &ties) : 0;
+  for (int64_t b = 0; b < n; b++) {
+    const uint32_t order = order_of(scores[b]);
+    if (n > call->k && (order < threshold || (order == threshold && ties-- <= 0))) continue;
+    const int64_t block_stop = (first + b + 1) * size < stop ? (first + b + 1) * size : stop;
+    for (int64_t t = (first + b) * size; t < block_stop; t++)
+      if (t >= call->start) *to++ = (int32_t)t;
+  }
+  for (int64_t t = stop > call->start ? stop : call->start; t <= position; t++) *to++ = (int32_t)t;
+  while (to < end) *to++ = -1;
+}
+
+static void run_choose(void *context, int task, int next, int slot, int thread, const volatile int *stop) {
+  const scan *s = context;
+  (void)next, (void)slot, (void)thread, (void)stop;
+  choose(s, s->first_row + task / s->lists, task % s->lists);
+}
+
+/* ---- A call ------------------------------------------------------------------------------------ */
+
+int64_t kvedge_index_width(const kvedge_index_call *call) {
+  const int64_t seen = call->first_position + call->num_rows - call->start, size = call->block * call->ratio;
+  const int64_t chosen = call->k <= seen / size ? call->k * size + call->ratio - 1 : seen;
+  return chosen < seen ? chosen : seen;
+}
+
+static int is_valid(const kvedge_index_keys *keys, const kvedge_index_call *call) {
+  if (!keys || !call || !call->query || !call->tokens) return 0;
+  if (keys->format != KVEDGE_INT8 && keys->format != KVEDGE_BFLOAT16 && keys->format != KVEDGE_FLOAT32) return 0;
+  if (keys->head_dim < 1 || keys->head_dim > KVEDGE_MAX_HEAD_DIM || keys->num_keys < 0) return 0;
+  if ((keys->num_keys > 0 && !keys->keys) || (keys->format == KVEDGE_INT8) != (keys->scales != NULL)) return 0;
+  if (call->num_rows < 1 || call->num_heads < 1 || call->num_heads > MAX_HEADS || !isfinite(call->scale)) return 0;
+  if (call->k < 1 || call->ratio < 1 || call->block < 1 || call->local_blocks < 0 || call->start < 0) return 0;
+  if (call->ratio > INT32_MAX || call->block > INT32_MAX || call->k > INT32_MAX || call->local_blocks > call->k)
+    return 0;
+  if (call->first_position < 0 || call->first_position > INT32_MAX - call->num_rows) return 0;
+  if (call->start % call->ratio || call->start > call->first_position) return 0;
+  if (call->per_head && call->weights) return 0;
+  if (call->per_head != 0 && call->per_head != 1) return 0;
+  return keys_seen(call, call->num_rows - 1) <= keys->num_keys && call->token_width >= kvedge_index_width(call);
+}
+
+static int is_finite(const float *x, int64_t n) {
+  return !x || n == 0 || kvedge_active()->rows->abs_max_bits(x, (size_t)n) < KVEDGE_NOT_FINITE;
+}
+
+/* Runs tasks, each once, which are `work` multiplications. */
+static kvedge_status run_tasks(scan *s, void (*run)(void *, int, int, int, int, const volatile int *), int num_tasks,
+                               double work, int num_threads) {
+  num_threads = kvedge_threads_for(work / s->kernels->tuning.work_per_us, num_threads);
+  const int threads = kvedge_job_threads(num_threads, num_tasks);
+  const size_t head = kvedge_align(sizeof *s);
+  kvedge_job *job = kvedge_job_take(head + (run == run_scan ? (size_t)threads * sizeof(scan_memory) : 0));
+  if (!job) return KVEDGE_ERROR_MEMORY;
+  scan *own = kvedge_job_memory(job);
+  *own = *s, own->memory = (scan_memory *)((char *)own + head);
+  kvedge_job_run(job, (kvedge_work){.context = own, .num_tasks = num_tasks, .run = run, .once = 1}, threads);
+  return KVEDGE_OK;
+}
+
+kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_index_call *call, int num_threads) {
+  KVEDGE_FLOAT_MODE;
+  if (num_threads < 0 || !is_valid(keys, call)) return KVEDGE_ERROR_ARGUMENT;
+  const int64_t num_queries = call->num_rows * call->num_heads;
+  if (!is_finite(call->query, num_queries * keys->head_dim) || !is_finite(call->weights, num_queries))
+    return KVEDGE_ERROR_NONFINITE;
+  scan s = {.keys = keys, .call = call, .kernels = kvedge_active(), .lists = call->per_head ? call->num_heads : 1};
+  s.cell = &s.kernels->cells[keys->format];
+  if (!s.cell->scores) s.cell = &s.kernels->cells[KVEDGE_FLOAT32];
+  s.rows_of_task = call->num_heads < KVEDGE_QUERY_ROWS ? KVEDGE_QUERY_ROWS / call->num_heads : 1;
+  const size_t of_row = (size_t)s.lists * (size_t)(keys_seen(call, call->num_rows - 1) + 1) * sizeof(float);
+  int64_t together = (int64_t)(SCORES_BYTES / of_row) / s.rows_of_task * s.rows_of_task;
+  if (together < s.rows_of_task) together = s.rows_of_task;
+  if (together > call->num_rows) together = call->num_rows;
+  s.scores = kvedge_aligned_alloc(64, kvedge_align((size_t)together * of_row));
+  if (!s.scores) return KVEDGE_ERROR_MEMORY;
+  kvedge_status status = KVEDGE_OK;
+  for (; s.first_row < call->num_rows && status == KVEDGE_OK; s.first_row += together) {
+    const int64_t left = call->num_rows - s.first_row;
+    s.num_rows = left < together ? left : together;
+    s.num_keys = keys_seen(call, s.first_row + s.num_rows - 1);
+    s.num_chunks = (s.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS;
+    const int64_t groups = (s.num_rows + s.rows_of_task - 1) / s.rows_of_task;
+    const double of_keys = (double)s.num_rows * (double)s.num_keys;
+    if (s.num_chunks > 0)
+      status = run_tasks(&s, run_scan, (int)(groups * s.num_chunks),
+                         of_keys * keys->head_dim * (call->num_heads + 3.0 / s.rows_of_task), num_threads);
+    if (status == KVEDGE_OK)
+      status = run_tasks(&s, run_choose, (int)(s.num_rows * s.lists), of_keys * s.lists * 64, num_threads);
+  }
+  kvedge_aligned_free(s.scores);
+  return status;
+}
