@@ -386,7 +386,7 @@ def _replaced_indexer(module: torch.nn.Module, acceleration: Acceleration) -> _P
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             try:
-                return scan(self, *args, **kwargs)
+                return scan(plain, self, *args, **kwargs)
             except Unserved as error:  # raised before anything was changed
                 acceleration._note("forward", kind, str(error))
         return plain(self, *args, **kwargs)

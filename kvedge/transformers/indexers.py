@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from kvedge.transformers.indexed import KvedgeIndexedLayer
-from kvedge.transformers.masks import LazyMask
+from kvedge.transformers.masks import LazyMask, LazyPlane
 from kvedge.transformers.selection import LazySelection, Selection, lists_of
 from kvedge.transformers.steps import Unserved
 
@@ -200,16 +200,135 @@ def _starts(attention_mask: torch.Tensor, earlier: torch.Tensor | None) -> list[
     return starts.tolist()
 
 
+# ---- DeepSeek Sparse Attention -------------------------------------------------------------------
+
+
+def _dsa(plain: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the module's own code, in which index keys and scores are expressions until topk."""
+    layer = _layer_of(kwargs.get("cache"), self.layer_idx)
+    mask = inspect.signature(plain).bind(self, *args, **kwargs).arguments["attention_mask"]
+    if not isinstance(mask, LazyPlane):
+        raise Unserved("the mask is not causal, or attention is not kvedge's")
+    return plain(self, *args, **{**kwargs, "cache": _KeysOf(layer)})
+
+
+class _KeysOf:
+    """The cache as an indexer sees it."""
+
+    def __init__(self, layer: KvedgeIndexedLayer) -> None:
+        self._layer = layer
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> _Scores:
+        """Append index keys; all of them, to be multiplied by queries."""
+        return _Scores(self._layer.update_indexer(keys))
+
+
+class _Scores:
+    """``sum_h w_h relu(q_h . k)``, while the operations of an indexer put it together.
+
+    Positive factors change no order, so they are left out.
+    """
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self._keys = keys  # (batch, tokens, head_dim)
+        self._queries: torch.Tensor | None = None  # (batch, n, heads, head_dim)
+        self._weights: torch.Tensor | None = None  # (batch, n, heads)
+        self._starts: list[int] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take the queries, then the weights, by which a model multiplies."""
+        if func is functional.relu:
+            return args[0]
+        if func is torch.matmul and isinstance(args[1], _Scores):
+            factor, own = args
+            if own._queries is None:
+                own._queries = factor
+            else:
+                own._weights = factor[..., 0, :]
+            return own
+        return NotImplemented
+
+    def _same(self, *_: Any) -> _Scores:
+        return self
+
+    transpose = float = unsqueeze = squeeze = __mul__ = _same
+
+    def __add__(self, mask: LazyPlane) -> _Scores:
+        self._starts = mask.mask.starts
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch, queries, tokens)."""
+        assert self._queries is not None
+        return (*self._queries.shape[:2], self._keys.shape[1])
+
+    def topk(self, number: int, dim: int) -> torch.return_types.topk:
+        """Return the places of the largest scores of each query, hidden ones last."""
+        assert self._queries is not None and self._weights is not None
+        batch, n, tokens = self.shape
+        if number == tokens:
+            places = torch.arange(tokens).expand(batch, n, -1)
+            return torch.return_types.topk((places, places))
+        heads, head_dim = self._queries.shape[2:]
+        step = max(_SCORES // (heads * tokens), 1)
+        places = torch.empty(batch, n, number, dtype=torch.long)
+        for row in range(batch):
+            keys = self._keys[row].float().T
+            first = 0 if self._starts is None else self._starts[row]
+            for at in range(0, n, step):
+                queries = self._queries[row, at : at + step].float()
+                scores = torch.mm(queries.reshape(-1, head_dim), keys).relu_()
+                weights = self._weights[row, at : at + step, None].float()
+                scores = torch.bmm(weights, scores.view(len(queries), heads, -1))[:, 0]
+                positions = torch.arange(tokens - n + at, tokens - n + at + len(queries))
+                seen = torch.arange(tokens) <= positions[:, None]
+                seen &= torch.arange(tokens) >= first
+                scores.masked_fill_(~seen, -torch.inf)
+                places[row, at : at + step] = scores.topk(number, sorted=False).indices
+        return torch.return_types.topk((places, places))
+
+
 # ---- what is replaced ----------------------------------------------------------------------------
 
+_Scan = Callable[..., Any]  # of the module's own forward, the module, and what that is called with
+
+
+def _alone(scan: Callable[..., Any]) -> _Scan:
+    """One that does not call the module's own forward."""
+    return lambda plain, *args, **kwargs: scan(*args, **kwargs)
+
+
+_OF_DSA = (
+    "hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "cache",
+)  # fmt: skip
 # By name of the class: the function, and the parameters of the forward that it stands for.
-INDEXERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+INDEXERS: dict[str, tuple[_Scan, tuple[str, ...]]] = {
     "Qwen4ExpTextQSAIndexer": (
-        _qsa,
+        _alone(_qsa),
         ("hidden_states", "position_embeddings", "attention_mask", "cache"),
     ),
-    "Glm5NextTextIndexer": (_glm5, ("hidden_states", "q_resid", "attention_mask", "cache")),
+    "Glm5NextTextIndexer": (
+        _alone(_glm5),
+        ("hidden_states", "q_resid", "attention_mask", "cache"),
+    ),
+    "DeepseekV32Indexer": (_dsa, _OF_DSA),
+    "GlmMoeDsaIndexer": (_dsa, _OF_DSA),
+    "HYV4Indexer": (_dsa, _OF_DSA),
+    "MistralLarge4TextIndexer": (_dsa, tuple(name for name in _OF_DSA if name != "q_resid")),
+    "Dots3NoteTextIndexer": (_dsa, _OF_DSA),
+    "AXK2Indexer": (_dsa, _OF_DSA),
 }
+# All names in the code of _dsa's modules: in other code an expression might mean another thing.
+_NAMES_OF_DSA = set(
+    "F apply_rotary_pos_emb apply_rotary_pos_emb_interleave bool cat dtype float head_dim "
+    "index_topk indices int32 k_norm layer_idx masked_fill matmul min n_heads q_input_norm "
+    "qk_rope_head_dim relu shape softmax_scale softmax_scaling split squeeze to topk torch "
+    "transpose unsqueeze update_indexer use_rope view weight weights_proj wk wq_b".split()
+)
 
 
 def why_not_replaced(module: torch.nn.Module, inner: Any) -> str | None:
@@ -217,6 +336,8 @@ def why_not_replaced(module: torch.nn.Module, inner: Any) -> str | None:
     kind = type(module)
     if kind.__name__ not in INDEXERS or not kind.__module__.startswith("transformers."):
         return "the code of its indexer is its own"
-    if tuple(inspect.signature(inner).parameters)[1:] != INDEXERS[kind.__name__][1]:
+    scan, parameters = INDEXERS[kind.__name__]
+    is_other = tuple(inspect.signature(inner).parameters)[1:] != parameters
+    if is_other or (scan is _dsa and not _NAMES_OF_DSA.issuperset(inner.__code__.co_names)):
         return "its indexer is another than that of transformers 5.24"
     return None

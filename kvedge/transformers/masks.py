@@ -14,9 +14,9 @@ import torch
 from transformers import masking_utils
 
 from kvedge.transformers.lazy import LazyTensor
-from kvedge.transformers.selection import Selection
+from kvedge.transformers.selection import LazySelection, Selection
 
-__all__ = ["LazyMask", "kvedge_mask"]
+__all__ = ["LazyMask", "LazyPlane", "kvedge_mask"]
 
 _MaskFunction = Callable[..., "torch.Tensor | None"]
 _sdpa_mask: _MaskFunction = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -49,6 +49,21 @@ class LazyMask(LazyTensor):
         mask.plain, mask.starts, mask.window = visible is None, starts, window
         mask._visible, mask.selection = visible, None
         return mask
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Stay lazy where an indexer's choice hides the rest, and as its only plane of heads."""
+        own = args[0]
+        if isinstance(own, LazyMask) and own.says_all:
+            if func is torch.ops.aten.select.int and args[1:] == (1, 0):
+                return LazyPlane.of(own)
+            if func is torch.ops.aten.masked_fill.Scalar and isinstance(args[1], LazySelection):
+                _, hidden, value = args
+                if hidden.is_inverted and value == torch.finfo(own.dtype).min:
+                    return own if hidden.selection is None else own.showing(hidden.selection)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def showing(self, selection: Selection) -> LazyMask:
         """Return a mask that shows of what this one does the tokens that were chosen."""
@@ -91,6 +106,26 @@ class LazyMask(LazyTensor):
         """Return what eager attention adds to the logits."""
         hidden = torch.finfo(self.dtype).min
         return torch.zeros(self.shape, dtype=self.dtype).masked_fill_(~self.visible(), hidden)
+
+
+class LazyPlane(LazyTensor):
+    """The plane (batch, queries, keys) of a lazy mask, as indexers read it."""
+
+    mask: LazyMask
+
+    @staticmethod
+    def of(mask: LazyMask) -> LazyPlane:
+        """Make that of a mask."""
+        batch, _, queries, keys = mask.shape
+        plane: LazyPlane = torch.Tensor._make_wrapper_subclass(
+            LazyPlane, (batch, queries, keys), dtype=mask.dtype
+        )
+        plane.mask = mask
+        return plane
+
+    def elements(self) -> torch.Tensor:
+        """Return what eager attention adds to the logits."""
+        return self.mask.elements()[:, 0]
 
 
 def kvedge_mask(

@@ -68,14 +68,10 @@ class LazySelection(LazyTensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Stay lazy when inverted, and when it hides tokens in a lazy mask."""
-        own = args[0]
+        """Stay lazy when inverted."""
         if func is torch.ops.aten.bitwise_not.default:
+            own = args[0]
             return cls.of(own.selection, tuple(own.shape), is_inverted=not own.is_inverted)
-        if func is torch.ops.aten.masked_fill.Scalar and hasattr(own, "showing"):
-            _, hidden, value = args
-            if hidden.is_inverted and own.plain and value == torch.finfo(own.dtype).min:
-                return own if hidden.selection is None else own.showing(hidden.selection)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
