@@ -27,6 +27,7 @@ from kvedge.errors import (
     NonFiniteInputError,
     ShapeMismatchError,
 )
+from kvedge.transformers.indexers import INDEXERS, why_not_replaced
 from kvedge.transformers.steps import STEPS, UNSERVED, Unserved
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = ["Acceleration", "LeftLayer", "ReplacedLayer", "accelerate"]
 
 # What a layer's code calls of a cache if it has a state.
 _OF_STATES = {"update_conv_state", "update_recurrent_state", "get_linear_cache"}
+_OF_INDEXES = {"update_indexer", "update_index"}  # if it has an index
 
 
 class ReplacedLayer(NamedTuple):
@@ -130,6 +132,14 @@ class Acceleration:
         replaced, left = [], []
         for name, module in model.named_modules():
             found = _found(module)
+            if found.is_indexer:
+                kind = type(module).__name__
+                try:
+                    self._undo.append(_replaced_indexer(module, self))
+                except _CannotError as error:
+                    left.append(LeftLayer(name, kind, str(error)))
+                else:
+                    replaced.append(ReplacedLayer(name, kind, ("forward",)))
             if not found.is_of_state:
                 continue
             kind = type(module).__name__
@@ -220,6 +230,7 @@ class _Found(NamedTuple):
     functions: dict[str, bool]  # by name: whether it is an attribute of the module
     left: list[str]  # reasons
     is_of_state: bool
+    is_indexer: bool = False  # it keeps index keys
 
 
 def _innermost(function: Any) -> Any:
@@ -251,7 +262,7 @@ def _found(module: torch.nn.Module) -> _Found:
     is_of_state = bool(functions or left) or not _OF_STATES.isdisjoint(names)
     if is_of_state and not functions and not left:
         left.append("the code of its step is its own")
-    return _Found(functions, left, is_of_state)
+    return _Found(functions, left, is_of_state, not _OF_INDEXES.isdisjoint(names))
 
 
 def _is_meant(name: str, function: Any) -> bool:
@@ -354,11 +365,39 @@ class _Step:
         return self.torchs()(*args, **kwargs)
 
 
-def _replaced(module: torch.nn.Module, found: _Found, acceleration: Acceleration) -> _Place:
-    """Let a module call kvedge's functions."""
+def _can_replace(module: torch.nn.Module) -> None:
+    """Raise _CannotError if a module's forward is not that of its class, or kvedge's."""
     present = _plain(vars(module).get("forward"))
     if present is not None and getattr(present, "__func__", None) is not type(module).forward:
         raise _CannotError("its forward was replaced already, by something else")
+
+
+def _replaced_indexer(module: torch.nn.Module, acceleration: Acceleration) -> _Place:
+    """Let a module choose tokens by a scan of :mod:`kvedge.transformers.indexers`."""
+    _can_replace(module)
+    plain = type(module).forward
+    why = why_not_replaced(module, _innermost(plain))
+    if why is not None:
+        raise _CannotError(why)
+    kind = type(module).__name__
+    scan, _ = INDEXERS[kind]
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            try:
+                return scan(plain, self, *args, **kwargs)
+            except Unserved as error:  # raised before anything was changed
+                acceleration._note("forward", kind, str(error))
+        return plain(self, *args, **kwargs)
+
+    forward._is_kvedges = True  # type: ignore[attr-defined]
+    return _Place(module, {"forward": MethodType(forward, module)})
+
+
+def _replaced(module: torch.nn.Module, found: _Found, acceleration: Acceleration) -> _Place:
+    """Let a module call kvedge's functions."""
+    _can_replace(module)
     kind = type(module).__name__
     plain = type(module).forward
     inner = _innermost(plain)

@@ -15,15 +15,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging
 
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
+from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.layers import LazyRows
 from kvedge.transformers.masks import LazyMask, kvedge_mask
+from kvedge.transformers.selection import check_chosen, selection_of, visible_of
 
 __all__ = ["NAME", "kvedge_attention", "register"]
 
 NAME = "kvedge"
-
-# Where models of sparse attention say which tokens a query reads; else it is in the mask.
-_SELECTIONS = ("indices", "block_indices")
 
 _logger = logging.get_logger(__name__)
 
@@ -73,7 +72,9 @@ def kvedge_attention(
     sinks : torch.Tensor, optional
         (batch, num_heads, queries, 1): a sink for each query row (Inkling 2).
     **more
-        Ignored, as by sdpa's function, but for what selects tokens.
+        ``indices`` and ``block_indices``, by which models of sparse attention say which tokens a
+        query reads (:func:`kvedge.transformers.selection.check_chosen`); others are ignored, as by
+        sdpa's function.
 
     Returns
     -------
@@ -85,16 +86,28 @@ def kvedge_attention(
     Raises
     ------
     InvalidArgumentError
-        Dropout with a KvedgeCache; or the model selects the tokens that a query reads.
+        Dropout with a KvedgeCache.
     ShapeMismatchError
-        A mask or bias of another shape.
+        A mask, a bias or what is selected is of another shape.
     """
-    for name in _SELECTIONS:
-        if more.get(name) is not None:
-            raise InvalidArgumentError(
-                f"{type(module).__name__} selects the tokens that a query reads ({name}), which "
-                "kvedge's attention does not take: load the model with attn_implementation='sdpa'"
-            )
+    indices, block_indices = more.pop("indices", None), more.pop("block_indices", None)
+    if indices is not None or block_indices is not None:
+        shape = (*query.shape[:3], key.shape[2])
+        check_chosen(indices, block_indices, shape)
+        if (
+            isinstance(attention_mask, LazyMask)
+            and attention_mask.says_all
+            and attention_mask.starts is None
+            and block_indices is not None
+            and isinstance(key, LazyRows)
+            and isinstance(key.layer, KvedgeIndexedLayer)
+            and all(option is None for option in (position_bias, sinks, sliding_window))
+        ):
+            size = module.indexer.block_size
+            attention_mask = attention_mask.showing(selection_of(block_indices, size, shape[3]))
+        else:
+            chosen = visible_of(indices, block_indices, module, shape)
+            attention_mask = _chosen_mask(chosen, attention_mask, query, key)
     if more.get("output_attentions"):
         _logger.warning_once(
             "`kvedge` attention does not support `output_attentions=True`."
@@ -117,7 +130,15 @@ def kvedge_attention(
     starts: list[int] | None = None
     mask: torch.Tensor | None = None
     window = sliding_window if is_causal else None
-    if isinstance(attention_mask, LazyMask) and attention_mask.plain and position_bias is None:
+    if (
+        isinstance(attention_mask, LazyMask)
+        and attention_mask.selection is not None
+        and isinstance(layer, KvedgeIndexedLayer)
+        and all(option is None for option in (position_bias, sinks, window, attention_mask.window))
+    ):
+        options = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux}
+        return layer.attend_chosen(query, attention_mask.selection, **options), None
+    if isinstance(attention_mask, LazyMask) and attention_mask.says_all and position_bias is None:
         starts = attention_mask.starts
         if attention_mask.window is not None:
             window = min(window or attention_mask.window, attention_mask.window)
@@ -142,6 +163,19 @@ def kvedge_attention(
         sinks=sinks,
     )
     return out, None
+
+
+def _chosen_mask(
+    chosen: torch.Tensor, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """What a mask, or causality where there is none, shows of the tokens that were chosen; bool."""
+    if mask is None:
+        queries, keys = query.shape[2], key.shape[2]
+        return chosen & torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    if isinstance(mask, LazyMask):
+        return chosen & mask.visible()
+    mask = _checked_mask(mask, query, key)
+    return chosen & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
 
 
 def _with_bias(mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:

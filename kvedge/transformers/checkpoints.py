@@ -15,6 +15,7 @@ from kvedge.layer.copies import RowCheckpoint, restore_row, row_checkpoint
 from kvedge.layer.layer import store_of
 from kvedge.transformers import states
 from kvedge.transformers.evicting import KvedgeEvictingLayer
+from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 
 __all__ = ["Checkpoint", "Checkpoints", "go_back", "take"]
@@ -106,6 +107,8 @@ def go_back(layers: list[Any], to: Checkpoint) -> None:
             layer.own_rows()
             for row, checkpoint in zip(layer.rows, rows.checkpoints, strict=True):
                 restore_row(store_of(row), checkpoint)
+            if isinstance(layer, KvedgeIndexedLayer):
+                layer.truncate_index(to.length)
             if rows.attended is not None:
                 layer.attended = [queries.copy() for queries in rows.attended]
         if state is not None:

@@ -54,7 +54,7 @@ def enable_drafts(model: Any) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"model must be a model of transformers, not {model!r}")
-    modules = [module for module in model.modules() if _used(type(module)) & _UPDATES]
+    modules = _updating(model)
     for module in modules:
         if "update" in _used(type(module)):
             raise InvalidArgumentError(
@@ -75,6 +75,15 @@ def enable_drafts(model: Any) -> int:
     if modules:
         vars(model)["_is_stateful"] = False  # which only assisted generation asks
     return len(modules)
+
+
+def _updating(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules that update states, but for those within another."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():  # the outer ones first
+        if _used(type(module)) & _UPDATES and not any(name.startswith(f"{o}.") for o in found):
+            found[name] = module
+    return list(found.values())
 
 
 def _check_goes_on(model: Any) -> None:
@@ -123,22 +132,20 @@ def _tell(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 class _Call(NamedTuple):
-    """What a module that updates states was called with."""
+    """What the modules that update a layer's states were called with in a step."""
 
-    module: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    modules: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]  # each with its arguments
     tokens: int
     before: StateCopies | None  # the states, where they were copied
 
     def again(self, tokens: int) -> None:
-        """Call it with the first tokens of then."""
-        if tokens == self.tokens:
-            self.module(*self.args, **self.kwargs)
-            return
-        args = [self._first(argument, tokens) for argument in self.args]
-        kwargs = {name: self._first(argument, tokens) for name, argument in self.kwargs.items()}
-        self.module(*args, **kwargs)
+        """Call them with the first tokens of then."""
+        for module, args, kwargs in self.modules:
+            if tokens == self.tokens:
+                module(*args, **kwargs)
+                continue
+            first = [self._first(argument, tokens) for argument in args]
+            module(*first, **{name: self._first(kwargs[name], tokens) for name in kwargs})
 
     def _first(self, argument: Any, tokens: int) -> Any:
         """An argument for the first tokens alone, of those whose second axis is tokens."""
@@ -181,6 +188,9 @@ class Drafts:
         if self._replays or not layer.record_past:
             return
         calls = self._calls.setdefault(index, [])
+        if calls and all(module is not other for other, _, _ in calls[-1].modules):
+            calls[-1].modules.append((module, args, kwargs))  # of the same step
+            return
         hidden = args[0] if args else kwargs["hidden_states"]
         since = 0  # tokens since the last copy
         for call in reversed(calls):
@@ -188,7 +198,7 @@ class Drafts:
             if call.before is not None:
                 break
         before = copy_states(layer) if not calls or since >= _APART else None
-        calls.append(_Call(module, args, kwargs, hidden.shape[1], before))
+        calls.append(_Call([(module, args, kwargs)], hidden.shape[1], before))
         self._forget_old(calls)
 
     @staticmethod

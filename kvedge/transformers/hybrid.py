@@ -40,6 +40,10 @@ class KvedgeStateLayer(KeepsStates, LinearAttentionLayer):
         """Forget the states; the next may be of another batch."""
         states.drop(self)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Go back by tokens whose inputs were recorded."""
+        states.crop(self, tokens_to_remove)
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i be a copy of what row ``beam_idx[i]`` is."""
         self._take(lambda rows: rows.index_select(0, beam_idx))
@@ -74,7 +78,7 @@ class _WithState(KeepsStates, KvedgeLayer):
 
     def crop(self, length: int) -> None:
         """Drop the last tokens, from the state as well."""
-        LinearAttentionLayer.crop(self, length)  # first: it may refuse
+        states.crop(self, length)  # first: it may refuse
         super().crop(length)
 
     def _take(self, indices: torch.Tensor) -> None:

@@ -467,18 +467,22 @@ class KvedgeLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row i be a copy of what row ``beam_idx[i]`` is."""
-        if self.get_seq_length():
-            self._take(torch.arange(len(self.rows)).index_select(0, beam_idx))
+        if batch := self._batch():
+            self._take(torch.arange(batch).index_select(0, beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Let each row be there `repeats` times, copies next to each other."""
-        if self.get_seq_length():
-            self._take(torch.arange(len(self.rows)).repeat_interleave(repeats))
+        if batch := self._batch():
+            self._take(torch.arange(batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows at `indices`, or where a bool mask says so."""
-        if self.get_seq_length():
-            self._take(torch.arange(len(self.rows))[indices])
+        if batch := self._batch():
+            self._take(torch.arange(batch)[indices])
+
+    def _batch(self) -> int:
+        """Sequences of which something is held."""
+        return len(self.rows) if self.get_seq_length() else 0
 
     def _take(self, indices: torch.Tensor) -> None:
         """Have the rows at `indices`, in that order; what is asked for twice is copied."""

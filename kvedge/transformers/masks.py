@@ -14,8 +14,9 @@ import torch
 from transformers import masking_utils
 
 from kvedge.transformers.lazy import LazyTensor
+from kvedge.transformers.selection import LazySelection, Selection
 
-__all__ = ["LazyMask", "kvedge_mask"]
+__all__ = ["LazyMask", "LazyPlane", "kvedge_mask"]
 
 _MaskFunction = Callable[..., "torch.Tensor | None"]
 _sdpa_mask: _MaskFunction = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -31,6 +32,7 @@ class LazyMask(LazyTensor):
     plain: bool  # causality, window and starts say it all
     starts: list[int] | None  # (batch,) keys of padding on the left; None: no row has any
     window: int | None  # a query sees its own token and window - 1 before it
+    selection: Selection | None  # within that, what an indexer chose
     _visible: torch.Tensor | None
 
     @staticmethod
@@ -45,8 +47,35 @@ class LazyMask(LazyTensor):
         """Make a mask of `shape`: causal, within a window, after starts; or as `visible` says."""
         mask: LazyMask = torch.Tensor._make_wrapper_subclass(LazyMask, shape, dtype=dtype)
         mask.plain, mask.starts, mask.window = visible is None, starts, window
-        mask._visible = visible
+        mask._visible, mask.selection = visible, None
         return mask
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Stay lazy where an indexer's choice hides the rest, and as its only plane of heads."""
+        own = args[0]
+        if isinstance(own, LazyMask) and own.says_all:
+            if func is torch.ops.aten.select.int and args[1:] == (1, 0):
+                return LazyPlane.of(own)
+            if func is torch.ops.aten.masked_fill.Scalar and isinstance(args[1], LazySelection):
+                _, hidden, value = args
+                if hidden.is_inverted and value == torch.finfo(own.dtype).min:
+                    return own if hidden.selection is None else own.showing(hidden.selection)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def showing(self, selection: Selection) -> LazyMask:
+        """Return a mask that shows of what this one does the tokens that were chosen."""
+        shape: Any = tuple(self.shape)
+        mask = LazyMask.of(shape, self.dtype, starts=self.starts, window=self.window)
+        mask.selection = selection
+        return mask
+
+    @property
+    def says_all(self) -> bool:
+        """Whether causality, window and starts say all."""
+        return self.plain and self.selection is None
 
     def visible(self) -> torch.Tensor:
         """Return bool (batch, 1, queries, keys), True: visible; written out once."""
@@ -59,14 +88,17 @@ class LazyMask(LazyTensor):
                 visible &= key > query - self.window
             if self.starts is not None:
                 visible = visible & (key >= torch.tensor(self.starts)[:, None, None, None])
-            self._visible = visible.expand(batch, 1, queries, keys)
+            visible = visible.expand(batch, 1, queries, keys)
+            if self.selection is not None:
+                visible = visible & self.selection.visible(queries, keys)
+            self._visible = visible
         return self._visible
 
     def for_sdpa(self) -> torch.Tensor | None:
         """Return what sdpa's mask function gives: None where its ``is_causal`` says it all."""
         queries, keys = self.shape[2:]
         cut = self.starts is not None or (self.window is not None and self.window <= keys)
-        if self.plain and not cut and queries in (1, keys):
+        if self.says_all and not cut and queries in (1, keys):
             return None
         return self.visible()
 
@@ -74,6 +106,26 @@ class LazyMask(LazyTensor):
         """Return what eager attention adds to the logits."""
         hidden = torch.finfo(self.dtype).min
         return torch.zeros(self.shape, dtype=self.dtype).masked_fill_(~self.visible(), hidden)
+
+
+class LazyPlane(LazyTensor):
+    """The plane (batch, queries, keys) of a lazy mask, as indexers read it."""
+
+    mask: LazyMask
+
+    @staticmethod
+    def of(mask: LazyMask) -> LazyPlane:
+        """Make that of a mask."""
+        batch, _, queries, keys = mask.shape
+        plane: LazyPlane = torch.Tensor._make_wrapper_subclass(
+            LazyPlane, (batch, queries, keys), dtype=mask.dtype
+        )
+        plane.mask = mask
+        return plane
+
+    def elements(self) -> torch.Tensor:
+        """Return what eager attention adds to the logits."""
+        return self.mask.elements()[:, 0]
 
 
 def kvedge_mask(
@@ -110,9 +162,8 @@ def kvedge_mask(
     shape = (batch_size, 1, q_length, kv_length)
     first = int(kv_offset)  # a tensor in transformers 4
     plain, window = _pattern(mask_function)
-    # allow_is_causal_skip is False where more than the pattern was said. Keys past the last query
-    # are those of a static cache.
-    plain = plain and allow_is_causal_skip and q_offset + q_length == first + kv_length
+    # Keys past the last query are those of a static cache.
+    plain = plain and q_offset + q_length == first + kv_length
     starts = None
     if plain and attention_mask is not None:
         plain, starts = _left_padding(attention_mask, first, kv_length)

@@ -39,6 +39,7 @@ from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
 from kvedge.transformers.checkpoints import go_back, take
 from kvedge.transformers.evicting import KvedgeEvictingLayer
+from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.states import StateCopies, copy_states, has_state, put
@@ -355,6 +356,9 @@ def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if isinstance(layer, KvedgeEvictingLayer):
             noted = layer.tensors.items()
             tensors |= {f"layers.{index}.attended.{name}": tensor for name, tensor in noted}
+        if isinstance(layer, KvedgeIndexedLayer):
+            for name, tensor in layer.index_tensors().items():
+                tensors[f"layers.{index}.index.{name}"] = tensor.contiguous()
         if not has_state(layer):
             continue
         copies = copy_states(layer)
@@ -572,6 +576,7 @@ def fill(cache: Any, saved: Saved, path: Any) -> None:
                 layer.cumulative_length = of_rows["tokens"]
                 layer.lose_before(of_rows.get("dropped") or _gone(layer))
         _fill_states(cache, fields.get("states", {}).get("has_previous", {}), saved.states)
+        _fill_indexes(cache, saved.states)
         cache.token_ids = fields["token_ids"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(f"{os.path.join(checked_path(path), _INDEX)}: {error}") from error
@@ -600,6 +605,17 @@ def _fill_states(
                 recurrent[i] = Int8State(codes, scales)
         check_kept(index, layer, recurrent)
         put(layer, StateCopies(conv, recurrent, dict(enumerate(map(bool, saved)))))
+
+
+def _fill_indexes(cache: Any, tensors: dict[str, torch.Tensor]) -> None:
+    length = length_of(cache)
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, KvedgeIndexedLayer):
+            begin = f"layers.{index}.index."
+            names = [name for name in tensors if name.startswith(begin)]
+            layer.put_index_tensors(
+                {name.removeprefix(begin): tensors[name] for name in names}, length
+            )
 
 
 def check_kept(index: int, layer: Any, states: dict[int, Any]) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "batch_of",
     "can_have_states",
     "copy_states",
+    "crop",
     "drop",
     "has_state",
     "kept",
@@ -143,6 +144,19 @@ def _stored_state(states: Any, index: int) -> Any:
     return states.kept(index) if shares else states[index]
 
 
+def crop(layer: Any, number: int) -> None:
+    """Let a layer's states go back as transformers' crop does, which expects that all are used."""
+    assert _STATE is not None
+    unused = [i for i, width in layer.conv_kernel_size.items() if width is None]
+    for i in unused:
+        layer.conv_kernel_size[i], layer.conv_states[i] = 0, torch.empty(0)
+    try:
+        _STATE.crop(layer, number)  # type: ignore[attr-defined]
+    finally:
+        for i in unused:
+            layer.conv_kernel_size[i] = layer.conv_states[i] = None
+
+
 def put(layer: Any, copies: StateCopies) -> None:
     """Let a layer have such states; those that were not there begin anew."""
     for i, has_previous in copies.has_previous.items():
@@ -151,8 +165,8 @@ def put(layer: Any, copies: StateCopies) -> None:
             if not layer.is_conv_states_initialized[i]:
                 _initialize(layer, conv_states=conv, state_idx=i)
             layer.conv_states[i] = conv.clone()
-        elif layer.is_conv_states_initialized[i]:
-            layer.conv_states[i].zero_()
+        else:  # not zeros: a model may look whether there is one (Qwen4-Exp's n-grams)
+            layer.conv_states[i], layer.is_conv_states_initialized[i] = None, False
         if isinstance(recurrent, Int8State):
             layer.recurrent_states[i] = recurrent.clone()
             layer.is_recurrent_states_initialized[i] = True

@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from kvedge.errors import InvalidArgumentError
 from kvedge.transformers.evicting import KvedgeEvictingLayer
+from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.kept_states import KeepsStates, Loan
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions
@@ -23,6 +24,8 @@ def _known(*names: str) -> tuple[type, ...]:
 
 
 _STATE, _DUMMY = _known("LinearAttentionLayer"), _known("DummyLayer")  # hold no keys
+# MiniMax M3's class is in the module of its model, which registers it for a type of layers.
+_INDEXED, _INDEXED_TYPES = _known("DynamicIndexedLayer"), {"minimax_m3_sparse"}
 _HYBRID = _known(
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"
 )
@@ -37,7 +40,7 @@ def shares_rows(config: Any) -> bool:
     """Whether some layers read keys and values of an earlier one."""
     text = text_config(config)
     modes = getattr(text, "kv_sharing_modes", None) or ()
-    return bool(getattr(text, "num_kv_shared_layers", 0)) or "reuse" in modes
+    return bool(getattr(text, "num_kv_shared_layers", 0)) or any(modes)
 
 
 def layers_for(config: Any, options: StoreOptions, share: Any = None) -> list[Any]:
@@ -85,6 +88,14 @@ def _check_model(config: Any) -> None:
 
 def _layer_for(layer: Any, index: int, options: StoreOptions, share: Any) -> Any:
     kind = type(layer)
+    if kind in _INDEXED or getattr(layer, "_layer_type", None) in _INDEXED_TYPES:
+        if share is not None or options.eviction is not None:
+            asked = "eviction" if share is None else "a group of ranks"
+            raise InvalidArgumentError(
+                f"layer {index} of the model chooses by an index which tokens are read: a "
+                f"KvedgeCache has no {asked} for it"
+            )
+        return KvedgeIndexedLayer(options, index)
     if kind is DynamicLayer and share is not None:
         from kvedge.transformers.sharded import KvedgeShardedLayer
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tiny_indexed import indexed_model
 from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 
 import kvedge
@@ -138,15 +139,26 @@ def test_output_attentions_warns_as_sdpa_does(model):
     assert any("output_attentions" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices"])
 @pytest.mark.parametrize("cached", [True, False])
-def test_attention_to_selected_tokens(model, name, cached):
-    """Models of sparse attention say so to attention functions other than eager and sdpa."""
+@pytest.mark.parametrize(
+    ("name", "shape"), [("indices", (1, 2, 2)), ("indices", (2,)), ("block_indices", (1, 3, 1, 2))]
+)
+def test_what_is_selected_is_of_another_shape(model, name, shape, cached):
     keys = values = torch.ones(1, 2, 3, 16)
     if cached:
         keys, values = KvedgeCache(model.config).update(keys, values, 0)
-    with pytest.raises(ValueError, match=f"Linear selects .*{name}.*attn_implementation='sdpa'"):
+    with pytest.raises(kvedge.ShapeMismatchError, match=f"^{name} must be"):
         kvedge_attention(
             torch.nn.Linear(1, 1), torch.ones(1, 4, 1, 16), keys, values, None,
-            **{name: torch.zeros(1, 1, 2, dtype=torch.int32)},
+            **{name: torch.zeros(shape, dtype=torch.int32)},
         )  # fmt: skip
+
+
+def test_what_an_index_does_not_go_with():
+    model = indexed_model("DeepseekV32ForCausalLM")
+    with pytest.raises(ValueError, match=r"layer 0 .* chooses by an index .* no eviction"):
+        KvedgeCache(model.config, eviction="snapkv:tokens=64")
+    layer = KvedgeCache(model.config).layers[0]
+    layer.update_indexer(torch.ones(1, 3, 16))
+    with pytest.raises(kvedge.ShapeMismatchError, match="of 1 sequences and 16 channels, not 2"):
+        layer.update_indexer(torch.ones(2, 3, 16))
