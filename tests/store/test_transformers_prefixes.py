@@ -143,5 +143,7 @@ def test_what_a_store_cannot_serve_is_refused(tmp_path):
         KvedgeCache(config, store=store, eviction="snapkv:tokens=512")
     with pytest.raises(InvalidArgumentError, match=r"must be a kvedge\.PrefixStore"):
         KvedgeCache(config, store=str(tmp_path))
+    with pytest.raises(InvalidArgumentError, match="no index keys yet, which layers of Deepseek"):
+        KvedgeCache(transformers.DeepseekV32Config(num_hidden_layers=2), store=store)
     with pytest.raises(InvalidArgumentError, match="needs a cache that was given a store"):
         KvedgeCache(config).store_prefix([[1]])
