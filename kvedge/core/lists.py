@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kvedge.core.checks import as_ndarray
+from kvedge.core.checks import as_ndarray, describe
 from kvedge.errors import (
     DtypeMismatchError,
     InvalidArgumentError,
@@ -29,9 +29,14 @@ def as_lists(tokens: Any, n_rows: int, length: int) -> np.ndarray:
         A list has no token, one behind its row or a negative one before its end, or its tokens do
         not ascend.
     """
-    lists = as_ndarray(tokens, "tokens")
+    is_sequence = isinstance(tokens, list | tuple)
+    lists = np.empty(0) if is_sequence else as_ndarray(tokens, "tokens")
     if lists.dtype != np.int32:
-        raise DtypeMismatchError(f"tokens must be int32, not {lists.dtype}")
+        found = describe(tokens) if is_sequence else lists.dtype
+        raise DtypeMismatchError(
+            f"tokens must be an int32 array, not {found}: convert with "
+            "numpy.asarray(..., dtype=numpy.int32)"
+        )
     if lists.ndim == 2:
         lists = lists[:, np.newaxis]
     if lists.ndim != 3 or lists.shape[0] != n_rows or 0 in lists.shape[1:]:

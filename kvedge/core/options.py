@@ -27,7 +27,7 @@ from kvedge.core.checks import (
     as_vector,
 )
 from kvedge.core.float_mode import in_default_mode
-from kvedge.core.lists import as_lists, check_heads
+from kvedge.core.lists import as_lists
 from kvedge.core.types import Array, Layout
 from kvedge.errors import InvalidArgumentError, NonFiniteInputError, ShapeMismatchError
 
@@ -209,9 +209,7 @@ class AttendOptions:
                 raise InvalidArgumentError(
                     f"tokens lists all that a row reads, and goes with no {', '.join(refused)}"
                 )
-            options["lists"] = lists = as_lists(tokens, n_rows, length)
-            if num_heads % lists.shape[1]:
-                check_heads(lists, num_heads)
+            options["lists"] = as_lists(tokens, n_rows, length)
         if start.__class__ is not int or start:
             options["start"] = as_start(start, length)
         if alibi_slopes is not None:

@@ -157,6 +157,7 @@ def test_results_do_not_depend_on_threads():
         ([[-1, -1]], "no token"),
         ([[1], [2]], "list for each query row"),
         ([[[1], [2], [3]]], "for each of 2 KV heads, not 3"),
+        ([[[1], [2], [3], [4]]], "for each of 2 KV heads, not 4"),
         ([1], "must be"),
     ],
 )
@@ -184,5 +185,5 @@ def test_a_row_reads_no_token_behind_it_and_options_that_do_not_fit_are_refused(
     }.items():
         with pytest.raises(InvalidArgumentError, match=f"goes with no .*{name}"):
             layer.attend(query, tokens=tokens, **{name: value})
-    with pytest.raises(DtypeMismatchError, match="int32, not int64"):
+    with pytest.raises(DtypeMismatchError, match="int32 array, not int64"):
         layer.attend(query, tokens=tokens.astype(np.int64))
