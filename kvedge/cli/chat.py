@@ -13,6 +13,7 @@ from kvedge.cli import cache_options, engines, interrupts, sampling
 from kvedge.cli.conversation import Conversation
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
 from kvedge.cli.prompt_line import PromptLine
+from kvedge.cli.stored_prompts import StoredPrompts
 from kvedge.console.exits import OK, CommandError, UsageError, message_of
 from kvedge.console.output import Output
 from kvedge.console.streams import read_text
@@ -86,6 +87,9 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
     seed = sampling.seed_of(options)
     cache = cache_options.new_cache(options, model)
     limit = model.context_limit(cache)
+    stored = None
+    if options.prompt_store is not None:
+        stored = StoredPrompts(cache, path, options, output)
     conversation = Conversation(
         model,
         _template(model, path, options),
@@ -94,6 +98,7 @@ def run(model: LlamaModel, path: str, options: argparse.Namespace, output: Outpu
         system=None if options.system is None else _whole(options.system, "--system", output),
         keep=min(options.keep, limit - 2) if options.on_full == "shift" else None,
         parse_special=bool(options.parse_special),
+        stored=stored,
         options={
             "max_tokens": None if options.tokens == -1 else options.tokens,
             "stop": options.stop or (),

@@ -18,6 +18,7 @@ from kvedge.errors import PositionOutOfRangeError
 
 if TYPE_CHECKING:
     from kvedge import KVCache
+    from kvedge.cli.stored_prompts import StoredPrompts
     from kvedge.llama import ChatTemplate, Generation, LlamaModel, Sampler
     from kvedge.llama.chat_text import ChatText
 
@@ -56,6 +57,8 @@ class Conversation:
         dropped; -1: all of the first prompt; None: the context ends there.
     parse_special : bool
         Control tokens that a message spells out become these tokens; False: all of it is text.
+    stored : StoredPrompts or None
+        Where an empty cache finds what was computed before, and each turn is kept.
     options : mapping
         Further arguments of :func:`kvedge.llama.generate`.
 
@@ -76,6 +79,7 @@ class Conversation:
         system: str | None = None,
         keep: int | None = None,
         parse_special: bool = False,
+        stored: StoredPrompts | None = None,
         options: Mapping[str, Any],
     ) -> None:
         self.model, self.cache = model, cache
@@ -89,6 +93,7 @@ class Conversation:
         self._sampler = sampler
         self._keep = self._keep_asked = keep
         self._parse_special = parse_special
+        self._stored = stored
         self._options = options
         self._context: list[int] = []  # tokens in the cache, in its order, then those to come
         self._text: str | None = ""  # what they say; None: not what the template would write
@@ -135,6 +140,8 @@ class Conversation:
         self.messages = messages
         self._turn_starts.append(start)
         answer = ""
+        if self._stored is not None and not len(self.cache):
+            self._stored.load(self.cache, self._context)
         generation = generate(
             self.model,
             prompt=self._context[len(self.cache) :],
@@ -304,6 +311,9 @@ class Conversation:
             self._exact = len(generation.context)
         self._context = list(generation.context)
         self.messages = [*self.messages, {"role": "assistant", "content": answer}]
+        if self._stored is not None and not self._shifts:
+            self.cache.truncate(len(self.cache))  # as in save()
+            self._stored.save(self.cache, self._context)
         # A stop string was cut off, or a character is incomplete: tokens say more than the text.
         whole = generation.stop_reason != "stop_string" and "\ufffd" not in answer[-1:]
         self._text = rendered + answer if whole and self._text is not None else None

@@ -172,7 +172,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.prompt_cache is not None:
         _refuse(options, ("save_session", "load_session", "chat"), "--prompt-cache")
     if options.prompt_store is not None:
-        others = ("save_session", "load_session", "prompt_cache", "chat", "evict")
+        others = ("save_session", "load_session", "prompt_cache", "evict")
         _refuse(options, others, "--prompt-store")
     chat.check(options)
     if options.chat and sys.stdin is None:

@@ -12,11 +12,11 @@ import kvedge
 from kvedge.cli import cache_options, engines, interrupts, ranks, resume, sampling
 from kvedge.cli import prompt as prompts
 from kvedge.cli.figures import cache_figures, describe_cache, tokens_and_speed
+from kvedge.cli.stored_prompts import StoredPrompts
 from kvedge.console.exits import OK, UsageError
 from kvedge.console.output import Output, print_json
 from kvedge.console.terminal import show
-from kvedge.errors import KvedgeError, PositionOutOfRangeError
-from kvedge.store.prefix_store import PrefixStore
+from kvedge.errors import PositionOutOfRangeError
 
 if TYPE_CHECKING:
     from kvedge.llama import Generation, LlamaModel
@@ -54,7 +54,7 @@ class Writer:
         self.text = ""
         self.written: list[int] = []  # tokens of the text above
         self.reused = 0  # tokens that a prompt cache had
-        self.store: PrefixStore | None = None
+        self.stored: StoredPrompts | None = None
         self.saved = resume.SavedText()
         if options.load_session is not None:
             with output.status("loading the session"):
@@ -76,7 +76,8 @@ class Writer:
         if options.prompt_cache is not None:
             self._reuse(options.prompt_cache)
         if options.prompt_store is not None:
-            self._reuse_stored()
+            self.stored = StoredPrompts(self.cache, path, options, output)
+            self.reused = self.stored.load(self.cache, self.tokens)
         self.context = list(self.tokens)  # those in the cache, in its order, then those to come
         self._choose_sampling()
 
@@ -159,20 +160,6 @@ class Writer:
             self.cache = cache
             self.reused = len(cache)
 
-    @property
-    def _of_store(self) -> dict[str, str]:
-        """What identifies the prompt in a store beside its tokens and the cache's formats."""
-        return {"model": resume.digest_of(self.path), "namespace": self._namespace}
-
-    def _reuse_stored(self) -> None:
-        """Begin with as much of the prompt as a folder knows."""
-        if not isinstance(self.cache, kvedge.KVCache):
-            raise UsageError("--prompt-store is for --hf and for one process of --engine numpy")
-        options = self.options
-        self.store = PrefixStore(options.prompt_store, max_bytes=options.prompt_store_size)
-        with self.output.status("looking for the prompt"):
-            self.reused = self.store.load(self.cache, self.tokens[:-1], **self._of_store)
-
     @staticmethod
     def _moved_on(cache: Any) -> str:
         """Why a cache cannot go back."""
@@ -221,7 +208,7 @@ class Writer:
         shifts = options.on_full == "shift"
         self._keep = min(len(context) if options.keep == -1 else options.keep, limit - 2)
         is_kept = options.prompt_cache is not None or options.tokens == 0
-        if self.store is not None or (_has_windows(cache) and is_kept):
+        if self.stored is not None or (_has_windows(cache) and is_kept):
             self._read_but_the_last()
             if options.tokens == 0:
                 return
@@ -278,16 +265,9 @@ class Writer:
             if options.prompt_cache is not None:
                 with interrupts.deferred():
                     self._save(options.prompt_cache)
-            if self.store is not None:
-                self._store_prompt(self.store)
+            if self.stored is not None:
+                self.stored.save(self.cache, self.context)
         self._is_kept = options.prompt_cache is not None
-
-    def _store_prompt(self, store: PrefixStore) -> None:
-        """Store the prompt that was read; a disk that is full costs the text nothing."""
-        try:
-            store.save(self.cache, self.context[: len(self.cache)], **self._of_store)
-        except (OSError, KvedgeError) as error:
-            self.output.note(f"note: the prompt is not stored: {error}")
 
     def _take(self, piece: tuple[int, str]) -> None:
         token, text = piece

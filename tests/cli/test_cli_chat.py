@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -14,7 +15,9 @@ import pytest
 import kvedge
 from kvedge.cli import interrupts, main
 from kvedge.cli.conversation import ContextFull, Conversation
+from kvedge.cli.stored_prompts import StoredPrompts
 from kvedge.console import exits
+from kvedge.console.output import Output
 from kvedge.data import STORIES_MODEL
 from kvedge.llama import ChatTemplate, LlamaModel, Sampler
 
@@ -41,14 +44,33 @@ def template(tmp_path):
     return path
 
 
-def conversation(stories, source=PLAIN, *, keep=None, n=8, **cache):
+def conversation(stories, source=PLAIN, *, keep=None, n=8, folder=None, **cache):
     options = {"max_tokens": n, "stop": (), "num_threads": 1, "precision_bits": None}
-    cache = stories.new_cache("float32", **cache)
-    return Conversation(stories, ChatTemplate(source), cache, Sampler(), keep=keep, options=options)
+    cache, stored = stories.new_cache("float32", **cache), None
+    if folder is not None:
+        where = argparse.Namespace(prompt_store=folder, prompt_store_size=None, namespace=None)
+        stored = StoredPrompts(cache, STORIES_MODEL, where, Output())
+    template = ChatTemplate(source)
+    return Conversation(
+        stories, template, cache, Sampler(), keep=keep, stored=stored, options=options
+    )
 
 
 def say(talk, text):
     return "".join(talk.ask(text))
+
+
+def test_a_conversation_is_known_to_the_next_process(stories, tmp_path):
+    talks = [conversation(stories, folder=tmp_path) for _ in range(3)]
+    question, more = "Once upon a time there was a dog. " * 9, " And then"
+    answers = [[say(talk, question), say(talk, more)] for talk in talks[:2]]
+    assert answers[0] == answers[1]
+    said = say(talks[2], question + answers[0][0] + more)  # the same text in one message
+    assert said == answers[0][1]
+    assert len(talks[2].generation.prompt_tokens) == 1
+    talks[2].clear()
+    assert say(talks[2], question) == answers[0][0]
+    assert len(talks[2].generation.prompt_tokens) == 1
 
 
 def fresh(stories, talk, n=8):

@@ -1,0 +1,50 @@
+"""The prompts of ``kvedge generate --prompt-store DIR``, that runs and conversations share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from kvedge import KVCache
+from kvedge.cli import resume
+from kvedge.console.exits import UsageError
+from kvedge.console.output import Output
+from kvedge.errors import KvedgeError
+from kvedge.store.prefix_store import PrefixStore
+
+__all__ = ["StoredPrompts"]
+
+
+class StoredPrompts:
+    """A folder, and what identifies prompts in it beside their tokens and the cache's formats.
+
+    Parameters
+    ----------
+    cache
+        What the command made: of one process, or a UsageError is raised.
+    path : str
+        The model's file.
+    options : argparse.Namespace
+        Of the command.
+    output : Output
+    """
+
+    def __init__(self, cache: Any, path: str, options: argparse.Namespace, output: Output) -> None:
+        if not isinstance(cache, KVCache):
+            raise UsageError("--prompt-store is for --hf and for one process of --engine numpy")
+        self._store = PrefixStore(options.prompt_store, max_bytes=options.prompt_store_size)
+        self._of = {"model": resume.digest_of(path), "namespace": options.namespace or ""}
+        self._output = output
+
+    def load(self, cache: KVCache, tokens: Sequence[int]) -> int:
+        """Let an empty cache hold what is known of tokens but the last; how many those are."""
+        with self._output.status("looking for the prompt"):
+            return self._store.load(cache, tokens[:-1], **self._of)
+
+    def save(self, cache: KVCache, tokens: Sequence[int]) -> None:
+        """Store what a cache holds of tokens; a disk that is full costs the text nothing."""
+        try:
+            self._store.save(cache, tokens[: len(cache)], **self._of)
+        except (OSError, KvedgeError) as error:
+            self._output.note(f"note: the prompt is not stored: {error}")
