@@ -275,6 +275,7 @@ def test_states_are_kept_as_the_command_line_says(folder, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 reads prompts anew")
 def test_a_prompt_store_is_used_listed_verified_and_pruned(folder, tmp_path, capsys):
     where = str(tmp_path / "prompts")
     arguments = ["generate", "--hf", str(folder), "--prompt", "Once upon a time " * 8, "--json"]
