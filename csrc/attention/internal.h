@@ -3,6 +3,7 @@
  *   attention.c a call checked, its slices collected, its logits; rows that need factors of their own
  *   slices.c    the slices of kvedge.h, for threads of the caller's
  *   call.c      calls on threads of our own: kvedge_attend, several layers and parts of them
+ *   run.c       plans and runs their requests
  *   parts.c     calls whose tokens lie in several layers; their results merged
  *   lists.c     calls whose rows read lists of tokens
  *   rows.c      keys and values in memory of others
@@ -317,7 +318,7 @@ int kvedge_most_slices(const kvedge_attention *a, int num_threads);
 size_t kvedge_attention_lay_out(kvedge_attention *a, char *base, int num_slots);
 kvedge_attention *kvedge_attention_set_up(const kvedge_attention *planned, void *memory, int num_slots);
 
-/* call.c: plans and runs checked requests, the work of several shared out over the threads together. */
+/* run.c: plans and runs checked requests, the work of several shared out over the threads together. */
 kvedge_status kvedge_run_requests(const kvedge_request *requests, int num_requests, int num_threads);
 
 /* query.c: bytes of a row block's prepared queries; prepares those of all row blocks, unless slices do; those of a
