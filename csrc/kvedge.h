@@ -470,11 +470,10 @@ typedef struct {
   const uint16_t *half_bias; /* a bias in float16, found by bias_strides, where `bias` is NULL */
   const float *bias_factors; /* [num_heads], positive and finite: what a head's bias, of either type, is multiplied by,
                               * such as ALiBi's slopes; NULL: 1 */
-  const int32_t
-      *tokens;     /* [num_rows][token_heads][token_width]: the tokens that a row reads, or its query heads of each KV
-                          * head, and no others: at least one, ascending, up to the row's own; -1 in unused places at the
-                          * end. Calls on layers and parts take it, without window, mask, bias, slopes and start, and
-                          * causal; kvedge_slices does not. NULL: all tokens */
+  /* [num_rows][token_heads][token_width]: the tokens that a row reads, or its query heads of each KV head, and no others: at
+   * least one, ascending, up to the row's own; -1 in unused places at the end. NULL: all tokens. Calls on layers and parts take
+   * it, causal and without window, mask, bias, slopes and start; kvedge_slices does not. It stays as it is during the call. */
+  const int32_t *tokens;
   int token_heads; /* 1, or num_kv_heads */
   int64_t token_width;
 } kvedge_attention_options;

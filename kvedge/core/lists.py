@@ -17,7 +17,7 @@ __all__ = ["as_lists", "check_heads", "visible_of"]
 
 
 def as_lists(tokens: Any, n_rows: int, length: int) -> np.ndarray:
-    """`tokens` as int32 (n_rows, heads, k), C-contiguous.
+    """A copy of `tokens` as int32 (n_rows, heads, k), C-contiguous.
 
     Row i of n stands at position ``length - n + i``. Its list has positions up to that, strictly
     ascending and at least one; unused places at its end are -1.
@@ -44,18 +44,12 @@ def as_lists(tokens: Any, n_rows: int, length: int) -> np.ndarray:
             f"tokens must be ({n_rows}, k) or ({n_rows}, num_kv_heads, k), a list for each query "
             f"row, not {tuple(tokens.shape)}"
         )
-    lists = np.ascontiguousarray(lists)
-    used = lists >= 0
-    counts = used.sum(2)
-    # Tokens come first; behind the last only -1; each is above the one before.
-    ends = np.arange(lists.shape[2]) < counts[..., np.newaxis]
-    right = counts.all() and np.array_equal(used, ends) and lists.min() >= -1
-    if right:
-        ascends = (np.diff(lists, axis=2) > 0) | ~ends[..., 1:]
-        last = np.take_along_axis(lists, counts[..., np.newaxis] - 1, 2)[..., 0]
-        positions = np.arange(length - n_rows, length)
-        right = bool(ascends.all()) and bool((last <= positions[:, np.newaxis]).all())
-    if not right:
+    lists = np.array(lists, order="C")  # a copy: another thread may write to what came
+    before, after = lists[..., :-1], lists[..., 1:]
+    ascends = ((after > before) & (before >= 0)) | (after == -1)
+    positions = np.arange(length - n_rows, length)[:, np.newaxis]
+    last = lists.max(2)  # where the list ascends
+    if (lists[..., 0] < 0).any() or not ascends.all() or (last > positions).any():
         _refuse(lists, length - n_rows)
     return lists
 

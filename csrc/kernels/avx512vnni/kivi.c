@@ -39,7 +39,7 @@ KVEDGE_INLINE int32_t carry_of(const int planes) { return planes == 3 ? 0x8080 :
 /* Bytes that digits of four numbers take. */
 KVEDGE_INLINE int digits_of_4(const int planes) { return planes == 3 ? 16 : 8; }
 
-/* Two digits each of 32 numbers of 16 bits. (`bits`: 4 or 8; a constant where this is inlined.) */
+/* Two digits each of 32 numbers of 16 bits. (`bits`: 4 or 8.) */
 KVEDGE_INLINE __m512i split_words(__m512i numbers, const int bits) {
   return _mm512_shuffle_epi8(
       numbers, _mm512_broadcast_i32x4(bits == 8 ? _mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14)
@@ -59,8 +59,8 @@ KVEDGE_INLINE __m512i in_order(__m512i packed) {
   return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
 }
 
-/* 64 unsigned numbers as digits of `planes` planes, 2 or 3. (A constant where this is inlined.) */
-KVEDGE_INLINE void put_digits(const __m512i number[4], const int planes, const int bits, int8_t *digits) {
+/* 64 unsigned numbers as digits of `planes` planes, 2 or 3. */
+KVEDGE_INLINE void put_digits(const __m512i number[4], int planes, int bits, int8_t *digits) {
 #pragma GCC unroll 4
   for (int v = 0; v < 4 && planes == 3; v++) _mm512_storeu_si512(digits + 64 * v, split_dwords(number[v], bits));
 #pragma GCC unroll 2
@@ -68,7 +68,8 @@ KVEDGE_INLINE void put_digits(const __m512i number[4], const int planes, const i
     _mm512_storeu_si512(digits + 32 * v, split_words(in_order(_mm512_packus_epi32(number[v], number[v + 1])), bits));
 }
 
-/* The same of signed numbers that were raised by carry_of(), whose digits are added to those of each plane in turn. */
+/* The same of signed numbers that were raised by carry_of(). Each dword of `sum` grows by four digits of one plane, the highest
+ * plane's first; of three planes every fourth dword is of no use. (`planes` and `bits`: constants where this is inlined.) */
 KVEDGE_INLINE void put_signed(const __m512i number[4], const int planes, const int bits, int8_t *digits, __m512i *sum) {
   const __m512i ones = _mm512_set1_epi8(1);
 #pragma GCC unroll 4
