@@ -4,7 +4,7 @@
  * is of these tokens alone:
  *
  *   formats of rows   a segment for each run of adjacent tokens, if each is of whole blocks of a tile; read where they lie
- *                     else a segment for each token, whose rows slices gather tile by tile as they are stored (gather.c)
+ *                     else a segment for each token, whose rows slices gather tile by tile as they are stored (slice.c)
  *   formats of runs   a segment for each run of 32 with a token of the list, and a mask of as many bytes
  *
  * The first rows of a prompt whose lists have all tokens are one request without lists.
