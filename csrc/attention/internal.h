@@ -70,7 +70,8 @@ typedef struct {
   int64_t len;             /* tokens in all segments */
   int num_segments;        /* of runs each begins with one, and ends with one unless it is the last */
   const kvedge_segment *segments;
-  int gathers;        /* segments are of a token each; slices gather their rows tile by tile, with these strides */
+  int gathers; /* slices gather the rows of segments tile by tile; strides of sides are those of gathered rows */
+  ptrdiff_t from_row_stride[SIDES], from_scale_stride[SIDES]; /* with gathers: of the rows where they lie */
   int bounds_unknown; /* those of the sides are guesses: rows that they do not hold for are attended to again */
 } kvedge_cache_view;
 

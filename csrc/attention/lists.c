@@ -3,11 +3,13 @@
  * A row, or a row's heads of one KV head, with its list becomes a request for each part that has tokens of it, whose view
  * is of these tokens alone:
  *
- *   formats of rows   a segment for each run of adjacent tokens, if each is of whole blocks of a tile; read where they lie
- *                     else a segment for each token, whose rows slices gather tile by tile as they are stored (slice.c)
+ *   formats of rows   a segment for each run of adjacent tokens; if each is of whole blocks of a tile they are read where they
+ *                     lie,
+ *                     else slices gather their rows tile by tile as they are stored (slice.c)
  *   formats of runs   a segment for each run of 32 with a token of the list, and a mask of as many bytes
  *
- * The first rows of a prompt whose lists have all tokens are one request without lists.
+ * The first rows of a prompt whose lists have all tokens are a request without lists, and rows that read nearly all,
+ * with one list for all heads, a request under a mask.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -16,8 +18,10 @@
 #include "attention/parts.h"
 
 enum {
-  BATCH_ROWS = 128,        /* rows whose requests run together */
-  BATCH_TOKENS = 128 << 10 /* tokens of their lists: 5 MB of segments; or one row */
+  BATCH_ROWS = 128,         /* rows whose requests run together */
+  BATCH_TOKENS = 128 << 10, /* tokens of their lists: 5 MB of segments; or one row */
+  DENSE_PERCENT = 70, /* of the tokens up to its own that a row reads: from here on a mask costs less than lists */
+  DENSE_ROWS = 8      /* rows that share tiles then, at least */
 };
 
 /* The list of a row for some heads: `count` tokens. */
@@ -96,14 +100,6 @@ static void view_rows(const kvedge_cache_view *all, token_list list, int64_t fir
     room->segments[n++] = segment_at(all, &at, offset, count);
     whole &= count % KVEDGE_BLOCK == 0 || i + count == list.count;
   }
-  if (!whole) {
-    at = (walk){0};
-    for (int64_t i = 0; i < list.count; i++) {
-      const int64_t offset = offset_in_segment(all, &at, list.tokens[i] - first);
-      room->segments[i] = segment_at(all, &at, offset, 1);
-    }
-    n = (int)list.count;
-  }
   view->num_segments = n, view->len = list.count, view->gathers = !whole;
 }
 
@@ -154,6 +150,7 @@ static void take_gathered_strides(kvedge_cache_view *view) {
       segment->rows[s] += side->first_row, segment->scales[s] += side->first_scale;
     }
     side->first_row = side->first_scale = 0;
+    view->from_row_stride[s] = side->row_stride, view->from_scale_stride[s] = side->scale_token_stride;
     side->row_stride = view->num_kv_heads * side->head_stride;
     side->scale_token_stride = side->scales_in_rows ? side->row_stride : view->num_kv_heads * side->scale_head_stride;
   }
@@ -218,10 +215,10 @@ static void add_list(const kvedge_request *parts, int num_parts, int64_t row, in
   }
 }
 
-/* Is each list of a row all tokens up to its own? */
-static int reads_all(const kvedge_attention_options *o, int64_t row, int64_t position) {
+/* Has each list of a row so many of the tokens up to its own? */
+static int reads_percent(const kvedge_attention_options *o, int64_t row, int64_t position, int percent) {
   for (int h = 0; h < o->token_heads; h++)
-    if (list_of(o, row, h).count != position + 1) return 0;
+    if (100 * list_of(o, row, h).count < percent * (position + 1)) return 0;
   return 1;
 }
 
@@ -261,27 +258,58 @@ static kvedge_status run_batch(const kvedge_request *parts, int num_parts, int64
   return status;
 }
 
-static kvedge_status run_without_lists(const kvedge_request *parts, int num_parts, int64_t num_rows, int num_threads) {
+/* Runs rows first..stop-1 without lists; with `mask`, (rows, mask_row) by position, under it. */
+static kvedge_status run_dense(const kvedge_request *parts, int num_parts, int64_t first, int64_t stop,
+                               const uint8_t *mask, int64_t mask_row, int num_threads) {
   kvedge_request requests[4];
   kvedge_attention_options options[4];
   kvedge_status status = KVEDGE_OK;
+  int64_t position = 0; /* of a part's first token */
   for (int p = 0; p < num_parts && status == KVEDGE_OK; p += 4) {
     int n = 0;
-    for (; n < 4 && p + n < num_parts; n++)
-      requests[n] = cut_request(&parts[p + n], 0, num_rows, 0, parts->num_heads, &options[n]);
+    for (; n < 4 && p + n < num_parts; position += parts[p + n++].view.len) {
+      requests[n] = cut_request(&parts[p + n], first, stop - first, 0, parts->num_heads, &options[n]);
+      if (!mask) continue;
+      options[n].mask = mask + position;
+      options[n].mask_strides[0] = 0, options[n].mask_strides[1] = mask_row, options[n].mask_strides[2] = 1;
+    }
     status = kvedge_run_requests(requests, n, num_threads);
   }
   return status;
 }
 
+/* Runs the lists of rows first..stop-1, of all heads, as a mask. */
+static kvedge_status run_masked(const kvedge_request *parts, int num_parts, int64_t first, int64_t stop,
+                                int num_threads) {
+  const int64_t mask_row = parts->first_position + stop;
+  uint8_t *mask = calloc((size_t)(stop - first), (size_t)mask_row);
+  if (!mask) return KVEDGE_ERROR_MEMORY;
+  for (int64_t row = first; row < stop; row++) {
+    const token_list list = list_of(parts->options, row, 0);
+    for (int64_t i = 0; i < list.count; i++) mask[(row - first) * mask_row + list.tokens[i]] = 1;
+  }
+  const kvedge_status status = run_dense(parts, num_parts, first, stop, mask, mask_row, num_threads);
+  free(mask);
+  return status;
+}
+
 kvedge_status kvedge_run_lists(const kvedge_request *parts, int num_parts, int num_threads) {
   const kvedge_attention_options *o = parts->options;
+  const int64_t at = parts->first_position;
   int64_t row = 0;
   if (!lists_are_valid(parts, num_parts)) return KVEDGE_ERROR_ARGUMENT;
-  while (row < parts->num_rows && reads_all(o, row, parts->first_position + row)) row++;
-  kvedge_status status = row > 0 ? run_without_lists(parts, num_parts, row, num_threads) : KVEDGE_OK;
+  while (row < parts->num_rows && reads_percent(o, row, at + row, 100)) row++;
+  kvedge_status status = row > 0 ? run_dense(parts, num_parts, 0, row, NULL, 0, num_threads) : KVEDGE_OK;
   for (int64_t stop = row; row < parts->num_rows && status == KVEDGE_OK; row = stop) {
     int64_t tokens = 0;
+    while (o->token_heads == 1 && stop < parts->num_rows && stop - row < BATCH_ROWS &&
+           reads_percent(o, stop, at + stop, DENSE_PERCENT))
+      stop++;
+    if (stop - row >= DENSE_ROWS) {
+      status = run_masked(parts, num_parts, row, stop, num_threads);
+      continue;
+    }
+    stop = row;
     while (stop < parts->num_rows && stop - row < BATCH_ROWS && (tokens < BATCH_TOKENS || stop == row)) {
       for (int h = 0; h < o->token_heads; h++) tokens += list_of(o, stop, h).count;
       stop++;

@@ -55,34 +55,39 @@ size_t kvedge_gathered_tile_bytes(const kvedge_attention *a) {
   return kvedge_align((size_t)(a->tile * of_token)) + (size_t)4 * 64; /* each array begins at a line */
 }
 
-/* Copies `bytes` of tokens first..first+count-1, whose segments are theirs, side by side; those of tokens to come are
- * prefetched. */
-static void gather_rows(const kvedge_segment *segments, int s, int scales, ptrdiff_t from, int count, size_t bytes,
-                        ptrdiff_t stride, char *to) {
+/* Copies `bytes` of each of `count` tokens side by side, from `offset` in a segment on; those of tokens to come are prefetched. */
+static void gather(const kvedge_segment *segment, int64_t offset, int s, int scales, ptrdiff_t first, int count,
+                   size_t bytes, ptrdiff_t from_stride, ptrdiff_t stride, char *to) {
   enum { AHEAD = 8 };
-  for (int t = 0; t < count; t++) {
-    const char *later = scales ? segments[t + AHEAD < count ? t + AHEAD : t].scales[s]
-                               : segments[t + AHEAD < count ? t + AHEAD : t].rows[s];
-    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(later + from + line);
-    memcpy(to + t * stride, (scales ? segments[t].scales[s] : segments[t].rows[s]) + from, bytes);
+  const kvedge_segment *later = segment;
+  int64_t later_offset = offset;
+  for (int t = -AHEAD; t < count; t++) {
+    if (t + AHEAD < count) {
+      const char *from = (scales ? later->scales[s] : later->rows[s]) + first + later_offset * from_stride;
+      for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + line);
+      if (++later_offset == later->num_tokens) later++, later_offset = 0;
+    }
+    if (t < 0) continue;
+    memcpy(to + t * stride, (scales ? segment->scales[s] : segment->rows[s]) + first + offset * from_stride, bytes);
+    if (++offset == segment->num_tokens) segment++, offset = 0;
   }
 }
 
 /* A tile of rows that lie anywhere, gathered in `room` as they are stored. */
-static void gather_tile(const kvedge_attention *a, int count, char *room, token_tile *tile) {
+static void gather_tile(const kvedge_attention *a, const kvedge_segment *segment, int64_t offset, int count, char *room,
+                        token_tile *tile) {
   const kvedge_cache_view *view = &a->view;
-  const kvedge_segment *segments = view->segments + tile->token;
   tile->num_tokens = count;
   for (int s = 0; s < SIDES; s++) {
     const kvedge_view_side *side = &view->side[s];
     char *rows = room, *scales = rows;
     room += kvedge_align((size_t)(a->tile * side->row_stride));
-    gather_rows(segments, s, 0, side->first_row, count, (size_t)(view->num_kv_heads * side->head_stride),
-                side->row_stride, rows);
+    gather(segment, offset, s, 0, side->first_row, count, (size_t)(view->num_kv_heads * side->head_stride),
+           view->from_row_stride[s], side->row_stride, rows);
     if (!side->scales_in_rows && side->scale_token_stride) {
       scales = room, room += kvedge_align((size_t)(a->tile * side->scale_token_stride));
-      gather_rows(segments, s, 1, side->first_scale, count, (size_t)(view->num_kv_heads * side->scale_head_stride),
-                  side->scale_token_stride, scales);
+      gather(segment, offset, s, 1, side->first_scale, count, (size_t)(view->num_kv_heads * side->scale_head_stride),
+             view->from_scale_stride[s], side->scale_token_stride, scales);
     }
     const kvedge_segment gathered = {
         .rows = {rows,   rows  },
@@ -111,13 +116,13 @@ static token_tile next_tile(const kvedge_attention *a, tile_cursor *cursor, char
   int64_t count = a->tile - (tile.token + first) % a->tile;
   if (in_sinks && count > cursor->attended.sinks - i) count = cursor->attended.sinks - i;
   if (count > cursor->stop - i) count = cursor->stop - i;
+  while (tile.token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
+    cursor->segment_start += view->segments[cursor->segment++].num_tokens;
   if (view->gathers) {
-    gather_tile(a, (int)count, room, &tile);
+    gather_tile(a, &view->segments[cursor->segment], tile.token - cursor->segment_start, (int)count, room, &tile);
     cursor->next += count;
     return tile;
   }
-  while (tile.token >= cursor->segment_start + view->segments[cursor->segment].num_tokens)
-    cursor->segment_start += view->segments[cursor->segment++].num_tokens;
   do { /* segments that do not end with a block of 16 tokens end the tile */
     const kvedge_segment *segment = &view->segments[cursor->segment];
     int64_t offset = tile.token + tile.num_tokens - cursor->segment_start, here = count - tile.num_tokens;

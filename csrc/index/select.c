@@ -20,7 +20,7 @@
 
 enum {
   MAX_HEADS = 1024,
-  CHUNK_KEYS = 2048,       /* of a task: 256 KB of keys of 128 channels in int8 */
+  CHUNK_KEYS = 1024,       /* of a task: 128 KB of keys of 128 channels in int8 */
   SCORES_BYTES = 16 << 20, /* of rows that are scanned together, at most; or one row's */
 };
 

@@ -67,6 +67,8 @@ def test_each_row_reads_the_tokens_of_its_list(dtype):
         (1, 2, 90, 17),
         (7, 2, 5, 1),
         (5, 1, 300, 64),
+        (20, 1, 300, 64),  # nearly all tokens
+        (20, 2, 300, 64),
     ]:
         query = rows(rng, n_rows, 6, 64)
         lists = lists_for(rng, n_rows, heads, 301, width, blocks)
