@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Selection"]
+__all__ = ["MAX_HEADS", "Selection"]
+
+MAX_HEADS = 1024  # of a query
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,11 @@ class KvedgeIndexedLayer(KvedgeLayer):
         keys, _ = super().update(key_states, key_states[..., :1], *args, **kwargs)
         return keys, value_states.new_empty(*keys.shape[:3], 0)
 
+    @property
+    def num_threads(self) -> int:
+        """Threads of a call: those that were asked for, or torch's."""
+        return self._options.num_threads or torch.get_num_threads()
+
     # ---- what indexers call ----------------------------------------------------------------------
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
@@ -124,7 +129,7 @@ class KvedgeIndexedLayer(KvedgeLayer):
                     sink_logits=None if sink_logits is None else sink_logits.detach().float(),
                     precision_bits=self._options.precision_bits,
                     out=out[i, queries - n :].transpose(0, 1),
-                    num_threads=self._options.num_threads or torch.get_num_threads(),
+                    num_threads=self.num_threads,
                     layout="hnd",
                 )
         return out

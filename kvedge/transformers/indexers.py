@@ -1,9 +1,9 @@
 """What :func:`kvedge.transformers.accelerate` puts in the place of a model's indexer.
 
 An indexer scores all tokens, or blocks of them, for each query, and chooses the best. Here keys of
-blocks are computed once, when a block is whole, and rows of scores exist for a few queries at a
-time. Projections, norms and rotations are the module's own. What is chosen is what the module's own
-code chooses, but where scores are equal or differ by rounding.
+blocks are computed once, when a block is whole, and the scan is that of :class:`kvedge.KeyIndex`.
+Projections, norms and rotations are the module's own. What is chosen is what the module's own code
+chooses, but where scores are equal or differ by rounding.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from kvedge.core.config import MAX_HEAD_DIM
+from kvedge.core.registry import active
+from kvedge.core.selection import MAX_HEADS
+from kvedge.core.selection import Selection as OfIndex
 from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.masks import LazyMask, LazyPlane
-from kvedge.transformers.selection import LazySelection, Selection, lists_of
+from kvedge.transformers.selection import LazySelection, Selection
 from kvedge.transformers.steps import Unserved
 
 __all__ = ["INDEXERS", "why_not_replaced"]
-
-_SCORES = 1 << 22  # scores that exist at once, of all heads: 16 MiB
 
 
 def _layer_of(cache: Any, index: int) -> KvedgeIndexedLayer:
@@ -33,66 +36,48 @@ def _layer_of(cache: Any, index: int) -> KvedgeIndexedLayer:
     return layer
 
 
-def _best(scores: torch.Tensor, number: int) -> torch.Tensor:
-    """Places of the largest scores (rows, keys), (rows, number); -1 where they are -inf."""
-    values, places = scores.topk(min(number, scores.shape[-1]), -1, sorted=False)
-    return places.masked_fill_(values == -torch.inf, -1)
+def _check_widths(num_heads: int, head_dim: int) -> None:
+    if num_heads > MAX_HEADS or head_dim > MAX_HEAD_DIM:
+        raise Unserved(f"an index of {num_heads} heads of {head_dim} channels")
 
 
-def _lists_of_blocks(
+def _lists(
     keys: torch.Tensor,
     queries: torch.Tensor,
     weights: torch.Tensor | None,
-    first: int,
-    *,
-    ratio: int,
-    most: int,
-    tail: bool,
+    selection: OfIndex,
+    threads: int,
 ) -> torch.Tensor:
-    """Lists of the tokens of the best blocks, and of those in the last one that is not whole.
+    """Lists of the tokens of the best keys, or of their blocks, and of those that are in none yet.
 
     Parameters
     ----------
     keys : torch.Tensor
-        (blocks, head_dim), of whole blocks of `ratio` tokens.
+        (num_keys, head_dim), those of `ratio` tokens each.
     queries, weights : torch.Tensor
-        (n, heads, head_dim) and (n, heads) or None: a block has ``sum_h w_h relu(q_h . k)``.
-    first : int
-        The position of the first query; a query sees blocks that are whole at its own.
-    most : int
-        Blocks to choose.
-    tail : bool
-        Whether tokens that are in no whole block yet are read.
+        (n, heads, head_dim) and (n, heads) or None: a key has ``sum_h w_h relu(q_h . k)``.
 
     Returns
     -------
     torch.Tensor
-        int32 (n, (most + 1) * ratio or fewer), ascending, then -1.
+        int32 (n, tokens), with a list for each head (n, heads, tokens), ascending, then -1.
     """
-    n, heads, head_dim = queries.shape
-    positions = torch.arange(first, first + n)
-    whole = (positions + 1) // ratio  # blocks that a query sees
-    if len(keys) <= most:
-        ids = torch.arange(len(keys)).expand(n, -1)
-    else:
-        step = max(_SCORES // (heads * len(keys)), 1)
-        parts = []
-        transposed = keys.float().T
-        for at in range(0, n, step):
-            rows = queries[at : at + step].float()
-            scores = torch.mm(rows.reshape(-1, head_dim), transposed).relu_()
-            scores = scores.view(len(rows), heads, -1)
-            if weights is None:
-                scores = scores.sum(1)
-            else:
-                scores = torch.bmm(weights[at : at + step, None].float(), scores)[:, 0]
-            hidden = torch.arange(len(keys)) >= whole[at : at + step, None]
-            parts.append(_best(scores.masked_fill_(hidden, -torch.inf), most))
-        ids = torch.cat(parts)
-    ids = ids.masked_fill(ids >= whole[:, None], -1)
-    if tail and ratio > 1:
-        ids = torch.cat([ids, whole[:, None]], 1)
-    return lists_of(ids, ratio, positions)
+    is_half = keys.dtype == torch.bfloat16
+    stored = (keys.view(torch.int16) if is_half else keys.float()).contiguous().numpy()
+    num_lists = queries.shape[1] if selection.per_head else 1
+    width = selection.width(selection.first_position + len(queries) - 1)
+    lists = np.empty((len(queries), num_lists, width), np.int32)
+    active("index_select")(
+        "bfloat16" if is_half else "float32",
+        stored.view(np.uint16) if is_half else stored,
+        None,
+        queries.float().contiguous().numpy(),
+        None if weights is None else weights.float().contiguous().numpy(),
+        selection,
+        lists,
+        threads,
+    )
+    return torch.from_numpy(lists if selection.per_head else lists[:, 0])
 
 
 def _of_module(module: torch.nn.Module, name: str) -> Any:
@@ -112,6 +97,7 @@ def _qsa(
 ) -> torch.Tensor:
     """Select blocks of tokens by the mean of their keys; a mask."""
     layer = _layer_of(cache, self.layer_idx)
+    _check_widths(self.index_n_heads, self.index_head_dim)
     if not isinstance(attention_mask, LazyMask) or not attention_mask.says_all:
         raise Unserved("the mask is not causal, or attention is not kvedge's")
     batch, n, _ = hidden_states.shape
@@ -137,11 +123,8 @@ def _qsa(
     lists = []
     for row, start in enumerate(starts):
         own = min(n, raw.shape[1] - start)
-        chosen = _lists_of_blocks(
-            keys[row], queries[row, n - own :], None, raw.shape[1] - start - own,
-            ratio=ratio, most=self.block_topk, tail=True,
-        )  # fmt: skip
-        lists.append(chosen)
+        of_row = OfIndex(self.block_topk, 1.0, raw.shape[1] - start - own, ratio)
+        lists.append(_lists(keys[row], queries[row, n - own :], None, of_row, layer.num_threads))
     return LazySelection.of(Selection(lists, starts), shape)
 
 
@@ -157,6 +140,7 @@ def _glm5(
 ) -> torch.Tensor:
     """Select pools of tokens by averages of their keys under gates; positions, then -1."""
     layer = _layer_of(cache, self.layer_idx)
+    _check_widths(self.n_heads, self.head_dim)
     batch, n, _ = hidden_states.shape
     earlier = layer.indexer_keys
     starts = _starts(attention_mask, None if earlier is None else earlier[..., -1].bool())
@@ -178,11 +162,13 @@ def _glm5(
         pools = layer.pooled_keys(row, start, ratio, pooled)
         length = packed.shape[1] - start
         own = min(n, length)
-        chosen = _lists_of_blocks(
-            pools, queries[row, n - own :], weights[row, n - own :], length - own,
-            ratio=ratio, most=self.index_topk // ratio,
-            tail=self.index_kpool_always_select_tail,
-        )  # fmt: skip
+        of_row = OfIndex(self.index_topk // ratio, 1.0, length - own, ratio)
+        chosen = _lists(
+            pools, queries[row, n - own :], weights[row, n - own :], of_row, layer.num_threads
+        )
+        if not self.index_kpool_always_select_tail:
+            whole = torch.arange(length - own, length)[:, None].add(1) // ratio * ratio
+            chosen = chosen.masked_fill(chosen >= whole, -1)
         chosen = torch.where(chosen < 0, -1, chosen + start)
         lists.append(functional.pad(chosen, (0, 0, n - own, 0), value=-1))
     most = max(chosen.shape[1] for chosen in lists)
@@ -200,12 +186,49 @@ def _starts(attention_mask: torch.Tensor, earlier: torch.Tensor | None) -> list[
     return starts.tolist()
 
 
+# ---- MiniMax M3 ----------------------------------------------------------------------------------
+
+
+def _m3(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    cache: Any,
+    position_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Select blocks of tokens for each KV head by their best key; numbers of blocks, then -1."""
+    layer = _layer_of(cache, self.layer_idx)
+    _check_widths(self.num_heads, self.head_dim)
+    batch, n, _ = hidden_states.shape
+    length = layer.index_length + n
+    if not bool((position_ids == torch.arange(length - n, length)).all()):
+        raise Unserved("positions are not those of the tokens in the cache")
+    rotate = _of_module(self, "apply_rotary_pos_emb")
+    cos, sin = (x[..., : self.head_dim] for x in position_embeddings)
+    queries = self.q_norm(self.q_proj(hidden_states).view(batch, n, -1, self.head_dim))
+    keys = self.k_norm(self.k_proj(hidden_states).view(batch, n, 1, self.head_dim))
+    queries, keys = rotate(queries.transpose(1, 2), keys.transpose(1, 2), cos, sin)
+    keys = layer.update_index(keys)
+    of_row = OfIndex(
+        min(self.topk_blocks, -(-length // self.block_size)), 1.0, length - n,
+        block=self.block_size, local_blocks=min(self.local_blocks, self.topk_blocks),
+        per_head=True,
+    )  # fmt: skip
+    blocks = []
+    for row in range(batch):
+        lists = _lists(keys[row, 0], queries[row].transpose(0, 1), None, of_row, layer.num_threads)
+        # All blocks of a list but its last are whole.
+        blocks.append(lists[..., :: self.block_size].div(self.block_size, rounding_mode="floor"))
+    return torch.stack(blocks).transpose(1, 2).long()
+
+
 # ---- DeepSeek Sparse Attention -------------------------------------------------------------------
 
 
 def _dsa(plain: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the module's own code, in which index keys and scores are expressions until topk."""
     layer = _layer_of(kwargs.get("cache"), self.layer_idx)
+    _check_widths(self.n_heads, self.head_dim)
     mask = inspect.signature(plain).bind(self, *args, **kwargs).arguments["attention_mask"]
     if not isinstance(mask, LazyPlane):
         raise Unserved("the mask is not causal, or attention is not kvedge's")
@@ -220,7 +243,7 @@ class _KeysOf:
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> _Scores:
         """Append index keys; all of them, to be multiplied by queries."""
-        return _Scores(self._layer.update_indexer(keys))
+        return _Scores(self._layer.update_indexer(keys), self._layer.num_threads)
 
 
 class _Scores:
@@ -229,8 +252,9 @@ class _Scores:
     Positive factors change no order, so they are left out.
     """
 
-    def __init__(self, keys: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, threads: int) -> None:
         self._keys = keys  # (batch, tokens, head_dim)
+        self._threads = threads
         self._queries: torch.Tensor | None = None  # (batch, n, heads, head_dim)
         self._weights: torch.Tensor | None = None  # (batch, n, heads)
         self._starts: list[int] | None = None
@@ -267,28 +291,25 @@ class _Scores:
         return (*self._queries.shape[:2], self._keys.shape[1])
 
     def topk(self, number: int, dim: int) -> torch.return_types.topk:
-        """Return the places of the largest scores of each query, hidden ones last."""
+        """Return the places of the largest scores of each query, then -1."""
         assert self._queries is not None and self._weights is not None
         batch, n, tokens = self.shape
         if number == tokens:
             places = torch.arange(tokens).expand(batch, n, -1)
             return torch.return_types.topk((places, places))
-        heads, head_dim = self._queries.shape[2:]
-        step = max(_SCORES // (heads * tokens), 1)
-        places = torch.empty(batch, n, number, dtype=torch.long)
+        places = torch.full((batch, n, number), -1)
         for row in range(batch):
-            keys = self._keys[row].float().T
             first = 0 if self._starts is None else self._starts[row]
-            for at in range(0, n, step):
-                queries = self._queries[row, at : at + step].float()
-                scores = torch.mm(queries.reshape(-1, head_dim), keys).relu_()
-                weights = self._weights[row, at : at + step, None].float()
-                scores = torch.bmm(weights, scores.view(len(queries), heads, -1))[:, 0]
-                positions = torch.arange(tokens - n + at, tokens - n + at + len(queries))
-                seen = torch.arange(tokens) <= positions[:, None]
-                seen &= torch.arange(tokens) >= first
-                scores.masked_fill_(~seen, -torch.inf)
-                places[row, at : at + step] = scores.topk(number, sorted=False).indices
+            own = min(n, tokens - first)  # the others are padding
+            of_row = OfIndex(number, 1.0, tokens - own, start=first)
+            chosen = _lists(
+                self._keys[row],
+                self._queries[row, n - own :],
+                self._weights[row, n - own :],
+                of_row,
+                self._threads,
+            )
+            places[row, n - own :, : chosen.shape[1]] = chosen
         return torch.return_types.topk((places, places))
 
 
@@ -314,6 +335,10 @@ INDEXERS: dict[str, tuple[_Scan, tuple[str, ...]]] = {
     "Glm5NextTextIndexer": (
         _alone(_glm5),
         ("hidden_states", "q_resid", "attention_mask", "cache"),
+    ),
+    "MiniMaxM3VLIndexer": (
+        _alone(_m3),
+        ("hidden_states", "position_embeddings", "cache", "position_ids"),
     ),
     "DeepseekV32Indexer": (_dsa, _OF_DSA),
     "GlmMoeDsaIndexer": (_dsa, _OF_DSA),
