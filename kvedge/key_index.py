@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
@@ -26,18 +27,58 @@ from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
     PositionOutOfRangeError,
+    ReadOnlyLayerError,
     ScaleRangeError,
     ShapeMismatchError,
 )
 
-__all__ = ["IndexDtype", "KeyIndex"]
+__all__ = ["Finish", "IndexConfig", "IndexDtype", "IndexMoment", "KeyIndex", "Prepared"]
 
 IndexDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
+#: Makes keys of means (m, head_dim) of whole blocks and positions (m,) of their first tokens.
+Finish: TypeAlias = "Callable[[np.ndarray, np.ndarray], Array]"
 
 _TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 _MAX_DIM = 1024
 _LEAST_ROOM = 64
 _LARGEST = 2.0**40  # KVEDGE_INDEX_LARGEST: so that all products are finite
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """What must be equal for the bytes of one index to mean the same in another."""
+
+    head_dim: int
+    ratio: int = 1
+    dtype: IndexDtype = "int8"
+    raw_tokens: int | None = 64
+
+    def __post_init__(self) -> None:
+        """Check all fields; InvalidArgumentError."""
+        _count(self.head_dim, "head_dim", _MAX_DIM)
+        _count(self.ratio, "ratio", 1 << 16)
+        if self.raw_tokens is not None and as_int(self.raw_tokens, "raw_tokens") < 0:
+            raise InvalidArgumentError(f"raw_tokens must be at least 0, not {self.raw_tokens}")
+        one_of(self.dtype, "dtype", get_args(IndexDtype))
+
+    def __str__(self) -> str:
+        ratio = f" of {self.ratio} tokens" if self.ratio > 1 else ""
+        return f"an index of {self.head_dim} channels, {self.dtype}{ratio}"
+
+
+class IndexMoment(NamedTuple):
+    """Where an index stands, with what appending behind it needs besides its keys."""
+
+    length: int
+    raw: np.ndarray  # float32 (tokens, head_dim)
+
+
+class Prepared(NamedTuple):
+    """Index keys that are checked, and have room."""
+
+    rows: np.ndarray  # keys to store
+    raw: np.ndarray  # of last tokens
+    stop: int  # tokens with them
 
 
 class KeyIndex:
@@ -90,19 +131,35 @@ class KeyIndex:
         raw_tokens: int | None = 64,
     ) -> None:
         self._capacity = None if capacity is None else _count(capacity, "capacity", 1 << 40)
-        self._head_dim = _count(head_dim, "head_dim", _MAX_DIM)
-        self._ratio = _count(ratio, "ratio", 1 << 16)
-        self._raw_tokens = None if raw_tokens is None else as_int(raw_tokens, "raw_tokens")
-        if self._raw_tokens is not None and self._raw_tokens < 0:
-            raise InvalidArgumentError(f"raw_tokens must be at least 0, not {raw_tokens}")
-        one_of(dtype, "dtype", get_args(IndexDtype))
-        self._dtype: IndexDtype = dtype
+        self._config = IndexConfig(
+            as_int(head_dim, "head_dim"),
+            as_int(ratio, "ratio"),
+            dtype,
+            None if raw_tokens is None else as_int(raw_tokens, "raw_tokens"),
+        )
+        self._owned = False
         self._length = 0
-        self._keys = aligned_zeros((0, self._head_dim), _TYPES[dtype])
+        self._keys = aligned_zeros((0, head_dim), _TYPES[dtype])
         self._scales = aligned_zeros((0,), np.float32)
-        self._raw = np.empty((0, self._head_dim), np.float32)  # of the last tokens
+        self._raw = np.empty((0, head_dim), np.float32)  # of the last tokens
+
+    @classmethod
+    def of(cls, config: IndexConfig, capacity: int | None) -> KeyIndex:
+        """An empty one."""
+        return cls(
+            capacity,
+            config.head_dim,
+            ratio=config.ratio,
+            dtype=config.dtype,
+            raw_tokens=config.raw_tokens,
+        )
 
     # ---- facts -----------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> IndexConfig:
+        """What must be equal for its bytes to mean the same in another index."""
+        return self._config
 
     @property
     def capacity(self) -> int | None:
@@ -112,49 +169,53 @@ class KeyIndex:
     @property
     def head_dim(self) -> int:
         """Channels of a key."""
-        return self._head_dim
+        return self._config.head_dim
 
     @property
     def ratio(self) -> int:
         """Tokens of a key."""
-        return self._ratio
+        return self._config.ratio
 
     @property
     def dtype(self) -> IndexDtype:
         """How keys are stored."""
-        return self._dtype
+        return self._config.dtype
 
     @property
     def num_keys(self) -> int:
         """Keys stored: those of whole blocks."""
-        return self._length // self._ratio
+        return self._length // self._config.ratio
 
     @property
     def memory_bytes(self) -> int:
         """Bytes that keys, their scales and what stays of the last tokens take."""
         return self._keys.nbytes + self._scales.nbytes + self._raw.nbytes
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of that which hold something."""
+        of_key = self._keys.itemsize * self.head_dim + (4 if self.dtype == "int8" else 0)
+        return self.num_keys * of_key + self._raw.nbytes
+
     def __len__(self) -> int:
         """Tokens appended."""
         return self._length
 
     def __repr__(self) -> str:
-        ratio = f", ratio={self._ratio}" if self._ratio > 1 else ""
+        ratio = f", ratio={self.ratio}" if self.ratio > 1 else ""
         return (
-            f"KeyIndex({self._capacity}, {self._head_dim}{ratio}, dtype={self._dtype!r}): "
+            f"KeyIndex({self._capacity}, {self.head_dim}{ratio}, dtype={self.dtype!r}): "
             f"{self._length} tokens, {self.num_keys} keys"
         )
 
     def keys(self) -> np.ndarray:
         """The keys as they are stored, float32 (num_keys, head_dim); int8 ones rotated back."""
         keys = self._decoded()
-        return hadamard.rotate_float32(keys) if self._dtype == "int8" else keys.copy()
+        return hadamard.rotate_float32(keys) if self._config.dtype == "int8" else keys.copy()
 
     # ---- appending and removing ------------------------------------------------------------------
 
-    def append(
-        self, keys: Array, finish: Callable[[np.ndarray, np.ndarray], Array] | None = None
-    ) -> None:
+    def append(self, keys: Array, finish: Finish | None = None) -> None:
         """Append the index keys of tokens.
 
         Parameters
@@ -172,13 +233,21 @@ class KeyIndex:
             Nothing has changed.
         ScaleRangeError
             A key is above 2^40.
+        ReadOnlyLayerError
+            It belongs to a KVCache: ``append`` to that.
         """
+        self._check_free("append(index_keys=)")
+        self.put(self.prepare(keys, finish))
+
+    def prepare(self, keys: Array, finish: Finish | None = None) -> Prepared:
+        """Check what :meth:`append` is given, and make room; nothing is stored."""
         rows = as_float32(keys, "keys", contiguous=False)
         rows = rows[np.newaxis] if rows.ndim == 1 else rows
-        if rows.ndim != 2 or rows.shape[1] != self._head_dim:
+        dim = self._config.head_dim
+        if rows.ndim != 2 or rows.shape[1] != dim:
             raise ShapeMismatchError(
-                f"keys must be (n, {self._head_dim}) or ({self._head_dim},), not {rows.shape}",
-                expected=("n", self._head_dim),
+                f"keys must be (n, {dim}) or ({dim},), not {rows.shape}",
+                expected=("n", dim),
                 got=rows.shape,
             )
         check_finite(rows, "keys")
@@ -191,23 +260,30 @@ class KeyIndex:
                 got=stop,
             )
         raw = rows
-        if self._ratio > 1:
+        if self._config.ratio > 1:
             raw = np.concatenate([self._raw, rows])
-            behind = self._length % self._ratio + len(rows)  # tokens without a key yet
-            pending = raw[len(raw) - behind :][: behind // self._ratio * self._ratio]
-            rows = pending.reshape(-1, self._ratio, self._head_dim).mean(1)
+            behind = self._length % self._config.ratio + len(rows)  # tokens without a key yet
+            pending = raw[len(raw) - behind :][: behind // self._config.ratio * self._config.ratio]
+            rows = pending.reshape(-1, self._config.ratio, self._config.head_dim).mean(1)
         if finish is not None and len(rows):
-            firsts = (self.num_keys + np.arange(len(rows))) * self._ratio
+            firsts = (self.num_keys + np.arange(len(rows))) * self._config.ratio
             shape = rows.shape
             rows = as_float32(finish(rows, firsts), "finish(keys)", shape=shape, contiguous=False)
             check_finite(rows, "finish(keys)")
         if rows.size and np.abs(rows).max() > _LARGEST:
             raise ScaleRangeError(f"keys hold {np.abs(rows).max():.6g}, above {_LARGEST:.6g}")
-        self._store(rows)
-        self._length = stop
-        if self._ratio > 1:
-            left = raw if self._raw_tokens is None else raw[-self._raw_needed() :]
-            self._raw = left.copy() if self._raw_needed() else raw[:0].copy()
+        self._reserve(self.num_keys + len(rows))
+        left = raw[:0]
+        if self._config.ratio > 1:
+            needed = min(self._raw_needed(stop), len(raw))
+            left = raw[len(raw) - needed :].copy()
+        return Prepared(np.ascontiguousarray(rows), left, stop)
+
+    def put(self, prepared: Prepared) -> None:
+        """Store what was prepared."""
+        codes, scales = self._stored(self.num_keys, self.num_keys + len(prepared.rows))
+        active("index_encode")(self._config.dtype, prepared.rows, codes, scales)
+        self._length, self._raw = prepared.stop, prepared.raw
 
     def truncate(self, n: int) -> None:
         """Keep the first `n` tokens.
@@ -218,20 +294,48 @@ class KeyIndex:
             `n` is beyond the tokens, or in the middle of a block whose tokens' own keys did not
             stay (``raw_tokens``).
         """
-        n = check_length(n, self._length)
-        if self._ratio > 1:
-            first = self._length - len(self._raw)  # token of the first that stayed
-            if n % self._ratio and n - n % self._ratio < first:
-                raise PositionOutOfRangeError(
-                    f"truncate({n}) cuts a block of {self._ratio} tokens, and of tokens before "
-                    f"{first} only whole blocks are stored: give raw_tokens=None, or a multiple"
-                )
-            self._raw = self._raw[: max(0, n - first)]
-        self._length = n
+        self._check_free("truncate()")
+        self.go_to(self.moment(check_length(n, self._length)))
+
+    def moment(self, n: int | None = None) -> IndexMoment:
+        """Where it stands, or stood when it had `n` tokens; raises as :meth:`truncate`."""
+        n = self._length if n is None else n
+        first, ratio = self._length - len(self._raw), self._config.ratio
+        if n % ratio and n - n % ratio < first:
+            raise PositionOutOfRangeError(
+                f"token {n} is within a block of {ratio}, and of tokens before {first} only whole "
+                "blocks are stored: give raw_tokens=None, or a multiple"
+            )
+        return IndexMoment(n, self._raw[: max(0, n - first)])
+
+    def go_to(self, moment: IndexMoment) -> None:
+        """Go back, or forward again where nothing was appended meanwhile."""
+        self._length, self._raw = moment
 
     def clear(self) -> None:
         """Remove all tokens."""
         self.truncate(0)
+
+    def keep(self, tokens: np.ndarray) -> None:
+        """Keep only some tokens, ascending (n,); without `ratio` alone."""
+        self.check_keep("keep()")
+        for stored in (self._keys, self._scales):
+            if len(stored):
+                stored[: len(tokens)] = stored[tokens]
+        self._length = len(tokens)
+
+    def check_keep(self, call: str) -> None:
+        """InvalidArgumentError where keys are those of several tokens."""
+        if self._config.ratio > 1:
+            raise InvalidArgumentError(
+                f"{call} takes tokens out, and an index has a key for {self._config.ratio} of them"
+            )
+
+    def _check_free(self, instead: str) -> None:
+        if self._owned:
+            raise ReadOnlyLayerError(
+                f"this index belongs to a KVCache: {instead} the cache, or take a copy()"
+            )
 
     def drop_first(self, n: int) -> None:
         """Remove the first `n` tokens, a multiple of ratio; the others move to positions from 0 on.
@@ -240,48 +344,48 @@ class KeyIndex:
         ------
         PositionOutOfRangeError, InvalidArgumentError
         """
+        self._check_free("drop tokens of")
         n = check_drop(n, self._length)
-        if n % self._ratio:
-            raise InvalidArgumentError(f"n must be a multiple of ratio={self._ratio}, not {n}")
-        keys, dropped = self.num_keys, n // self._ratio
+        if n % self._config.ratio:
+            raise InvalidArgumentError(
+                f"n must be a multiple of ratio={self._config.ratio}, not {n}"
+            )
+        keys, dropped = self.num_keys, n // self._config.ratio
         for stored in (self._keys, self._scales):
             if len(stored):
                 stored[: keys - dropped] = stored[dropped:keys].copy()
         self._length -= n
         self._raw = self._raw[-self._length :] if self._length else self._raw[:0]
 
-    def _raw_needed(self) -> int:
-        """Tokens whose own keys stay: `raw_tokens`, and the rest of their blocks."""
-        assert self._raw_tokens is not None or self._ratio > 1
-        if self._raw_tokens is None:
-            return self._length
-        whole = -(-self._raw_tokens // self._ratio) * self._ratio
-        return whole + self._length % self._ratio
+    def _raw_needed(self, length: int) -> int:
+        """Tokens whose own keys stay, of so many: `raw_tokens`, and the rest of their blocks."""
+        last, ratio = self._config.raw_tokens, self._config.ratio
+        return length if last is None else -(-last // ratio) * ratio + length % ratio
 
-    def _store(self, rows: np.ndarray) -> None:
-        """Store keys behind those there are."""
-        first, stop = self.num_keys, self.num_keys + len(rows)
-        if stop > len(self._keys):
-            most = None if self._capacity is None else self._capacity // self._ratio
-            room = max(stop, 2 * len(self._keys), _LEAST_ROOM)
-            room = room if most is None else min(room, most)
-            for name in ("_keys", "_scales") if self._dtype == "int8" else ("_keys",):
-                old = getattr(self, name)
-                new = aligned_zeros((room, *old.shape[1:]), old.dtype)
-                new[:first] = old[:first]
-                setattr(self, name, new)
-        codes, scales = self._stored(first, stop)
-        active("index_encode")(self._dtype, np.ascontiguousarray(rows), codes, scales)
+    def _reserve(self, stop: int) -> None:
+        """Make room for so many keys."""
+        if stop <= len(self._keys):
+            return
+        room = max(stop, 2 * len(self._keys), _LEAST_ROOM)
+        if self._capacity is not None:
+            room = min(room, self._capacity // self._config.ratio)
+        grown = []
+        for old in (self._keys, self._scales)[: 2 if self._config.dtype == "int8" else 1]:
+            grown.append(aligned_zeros((room, *old.shape[1:]), old.dtype))
+            grown[-1][: len(old)] = old
+        self._keys, self._scales = (*grown, self._scales)[:2]
 
     def _stored(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The codes of some keys, and their scales if they have any."""
-        return self._keys[first:stop], self._scales[first:stop] if self._dtype == "int8" else None
+        return self._keys[first:stop], self._scales[
+            first:stop
+        ] if self._config.dtype == "int8" else None
 
     def _decoded(self) -> np.ndarray:
         keys = self._keys[: self.num_keys]
-        if self._dtype == "bfloat16":
+        if self._config.dtype == "bfloat16":
             return half.decode_bfloat16(keys)
-        if self._dtype == "int8":
+        if self._config.dtype == "int8":
             return np.asarray(keys * self._scales[: self.num_keys, np.newaxis])
         return keys
 
@@ -340,10 +444,10 @@ class KeyIndex:
         """
         rows = as_float32(queries, "queries", contiguous=False)
         rows = rows[np.newaxis] if rows.ndim == 2 else rows
-        if rows.ndim != 3 or rows.shape[2] != self._head_dim or not rows.size:
+        if rows.ndim != 3 or rows.shape[2] != self._config.head_dim or not rows.size:
             raise ShapeMismatchError(
-                f"queries must be (n, num_heads, {self._head_dim}) or (num_heads, "
-                f"{self._head_dim}), not {rows.shape}"
+                f"queries must be (n, num_heads, {self._config.head_dim}) or (num_heads, "
+                f"{self._config.head_dim}), not {rows.shape}"
             )
         check_finite(rows, "queries")
         n, num_heads = rows.shape[:2]
@@ -356,14 +460,16 @@ class KeyIndex:
             k=_count(k, "k", 1 << 31),
             scale=as_float(scale, "scale"),
             first_position=self._length - n,
-            ratio=self._ratio,
+            ratio=self._config.ratio,
             block=_count(block_size, "block_size", 1 << 20),
             local_blocks=_count(local_blocks, "local_blocks", 1 << 31, least=0),
             start=_count(start, "start", self._length - n, least=0),
             per_head=bool(per_head),
         )
-        if selection.start % self._ratio:
-            raise InvalidArgumentError(f"start must be a multiple of {self._ratio}, not {start}")
+        if selection.start % self._config.ratio:
+            raise InvalidArgumentError(
+                f"start must be a multiple of {self._config.ratio}, not {start}"
+            )
         if selection.local_blocks > selection.k:
             raise InvalidArgumentError(f"local_blocks={local_blocks} are more than k={k}")
         threads = 0 if num_threads is None else as_num_threads(num_threads)
@@ -371,7 +477,9 @@ class KeyIndex:
         lists = np.empty((n, num_heads if per_head else 1, width), np.int32)
         queries = np.ascontiguousarray(rows)
         stored = self._stored(0, self.num_keys)
-        active("index_select")(self._dtype, *stored, queries, factors, selection, lists, threads)
+        active("index_select")(
+            self._config.dtype, *stored, queries, factors, selection, lists, threads
+        )
         return lists if per_head else lists[:, 0]
 
     @staticmethod
@@ -393,15 +501,20 @@ class KeyIndex:
 
     # ---- copies and bytes ------------------------------------------------------------------------
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What the index stores, as copies by name: for a file, or for :meth:`put_arrays`."""
-        stored = {"keys": self._keys[: self.num_keys].copy(), "raw": self._raw.copy()}
-        stored["length"] = np.array([self._length], np.int64)
-        if self._dtype == "int8":
-            stored["scales"] = self._scales[: self.num_keys].copy()
+    def arrays(self, moment: IndexMoment | None = None) -> dict[str, np.ndarray]:
+        """What the index stores, as copies by name: for a file, or for :meth:`put_arrays`.
+
+        `moment` is one of :meth:`moment`; by default the present.
+        """
+        length, raw = self.moment() if moment is None else moment
+        number = length // self._config.ratio
+        stored = {"keys": self._keys[:number].copy(), "raw": raw.copy()}
+        stored["length"] = np.array([length], np.int64)
+        if self._config.dtype == "int8":
+            stored["scales"] = self._scales[:number].copy()
         return stored
 
-    def put_arrays(self, arrays: dict[str, np.ndarray]) -> None:
+    def put_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Hold what :meth:`arrays` of an index of the same kind gave, in place of all tokens.
 
         Raises
@@ -409,21 +522,26 @@ class KeyIndex:
         ShapeMismatchError, DtypeMismatchError, NonFiniteInputError, CapacityExceededError
             The arrays are of no such index. Nothing has changed.
         """
+        self._check_free("put arrays into")
+        self.hold(arrays)
+
+    def hold(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """As :meth:`put_arrays`, of one that belongs to a cache too."""
         length = int(_checked(arrays, "length", (1,), np.int64)[0])
         if length < 0 or (self._capacity is not None and length > self._capacity):
             raise CapacityExceededError(f"{length} tokens, and the capacity is {self._capacity}")
-        number, dim = length // self._ratio, self._head_dim
-        keys = _checked(arrays, "keys", (number, dim), _TYPES[self._dtype])
+        number, dim = length // self._config.ratio, self._config.head_dim
+        keys = _checked(arrays, "keys", (number, dim), _TYPES[self._config.dtype])
         raw = _checked(arrays, "raw", (None, dim), np.float32)
-        least = length % self._ratio if self._ratio > 1 else 0
-        if not least <= len(raw) <= (length if self._ratio > 1 else 0):
+        least = length % self._config.ratio if self._config.ratio > 1 else 0
+        if not least <= len(raw) <= (length if self._config.ratio > 1 else 0):
             raise ShapeMismatchError(f"raw has {len(raw)} tokens of {length}")
         scales = self._scales[:0]
-        if self._dtype == "int8":
+        if self._config.dtype == "int8":
             scales = _checked(arrays, "scales", (number,), np.float32)
             if len(scales) and scales.min() < 0:
                 raise InvalidArgumentError(f"scales are at least 0, not {scales.min()}")
-        numbers = half.decode_bfloat16(keys) if self._dtype == "bfloat16" else keys
+        numbers = half.decode_bfloat16(keys) if self._config.dtype == "bfloat16" else keys
         for name, array in (("keys", numbers), ("raw", raw), ("scales", scales)):
             check_finite(array.astype(np.float32, copy=False), name)
         self._length = length
@@ -433,13 +551,7 @@ class KeyIndex:
 
     def copy(self) -> KeyIndex:
         """An index of its own with the same tokens."""
-        other = type(self)(
-            self._capacity,
-            self._head_dim,
-            ratio=self._ratio,
-            dtype=self._dtype,
-            raw_tokens=self._raw_tokens,
-        )
+        other = self.of(self._config, self._capacity)
         other.put_arrays(self.arrays())
         return other
 
@@ -448,11 +560,20 @@ class KeyIndex:
     def __deepcopy__(self, memo: Any) -> KeyIndex:
         return self.copy()
 
+    @property
+    def is_owned(self) -> bool:
+        """Whether it belongs to a cache."""
+        return self._owned
+
+    def own(self) -> None:
+        """Let it belong to a cache, through which alone it changes from then on."""
+        self._owned = True
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_keys"] = self._keys[: self.num_keys]
         state["_scales"] = self._scales[: self.num_keys]
-        return state
+        return {**state, "_owned": False}
 
 
 def _count(value: Any, name: str, most: int, least: int = 1) -> int:
@@ -466,7 +587,7 @@ def _count(value: Any, name: str, most: int, least: int = 1) -> int:
     return number
 
 
-def _checked(arrays: dict[str, np.ndarray], name: str, shape: Any, dtype: Any) -> np.ndarray:
+def _checked(arrays: Mapping[str, np.ndarray], name: str, shape: Any, dtype: Any) -> np.ndarray:
     """An array of that shape (None: any size) and type, or ShapeMismatchError."""
     array = np.asarray(arrays.get(name))
     fits = array.ndim == len(shape) and all(

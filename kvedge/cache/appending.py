@@ -7,12 +7,18 @@ import numpy as np
 from kvedge.cache.state import CacheState
 from kvedge.core import checks, memory
 from kvedge.core.types import Array, Layout
-from kvedge.errors import CapacityExceededError, OutOfMemoryError
+from kvedge.errors import (
+    CapacityExceededError,
+    InvalidArgumentError,
+    OutOfMemoryError,
+    ShapeMismatchError,
+)
+from kvedge.key_index import Finish, Prepared
 from kvedge.layer.keys import roll_back, savepoint
 from kvedge.layer.room import slide
 from kvedge.layer.store import LayerStore
 
-__all__ = ["check_position", "failed", "push_step"]
+__all__ = ["check_position", "failed", "prepared_keys", "push_step"]
 
 
 def check_position(
@@ -23,6 +29,34 @@ def check_position(
     limit = state.max_seq_len
     if limit is not None and n > limit - start:
         raise CapacityExceededError(f"no room for {n} tokens after {start}")
+
+
+def prepared_keys(
+    state: CacheState,
+    layer: int,
+    keys: Array,
+    layout: Layout,
+    index_keys: Array | None,
+    finish: Finish | None,
+) -> Prepared | None:
+    """Check the index keys of tokens to append, and make room for them; None: there is no index."""
+    index, store = state.indexes.get(layer), state.store_at[layer]
+    if index is None or store is None or index_keys is None:
+        if index is None and index_keys is None and finish is None:
+            return None
+        has, but = ("no", "are") if index is None else ("an", "are not")
+        raise InvalidArgumentError(
+            f"layer {layer} has {has} index, and index_keys {but} given", layer=layer
+        )
+    n = len(checks.as_rows(keys, False, store.config, many=None, layout=layout))
+    prepared = index.prepare(index_keys, finish)
+    if prepared.stop - len(index) != n:
+        raise ShapeMismatchError(
+            f"index_keys are of {prepared.stop - len(index)} tokens, and keys of {n}",
+            expected=n,
+            got=prepared.stop - len(index),
+        )
+    return prepared
 
 
 def failed(state: CacheState, layer: int, start: int, error: MemoryError) -> OutOfMemoryError:
@@ -37,6 +71,7 @@ def failed(state: CacheState, layer: int, start: int, error: MemoryError) -> Out
 def push_step(state: CacheState, keys: np.ndarray, values: np.ndarray) -> None:
     """Append one token to every layer, then advance: all of it or nothing."""
     state.refuse_states("push_step()")
+    state.refuse_indexes("push_step()")
     state.refuse_pending("push_step()")
     start = state.length
     if start >= state.room:

@@ -17,6 +17,7 @@ from kvedge.cache import appending, editing, ranges
 from kvedge.cache import snapshot as snapshots
 from kvedge.cache.configs import (
     check_at_start,
+    indexes_of,
     layer_configs,
     shape_of,
     states_among,
@@ -50,6 +51,7 @@ from kvedge.errors import (
 from kvedge.eviction import CacheEviction, Eviction
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents
+from kvedge.key_index import Finish, KeyIndex
 from kvedge.layer import evicting
 from kvedge.layer.layer import KvLayer, store_of
 from kvedge.layer.room import slide
@@ -117,6 +119,9 @@ class KVCache(ConfigFacts):
         layers: Sequence[Mapping[str, object] | StateLayer]
         | Sequence[KvLayer | StateLayer]
         | None = None,
+        index: Mapping[str, object]
+        | Sequence[Mapping[str, object] | KeyIndex | None]
+        | None = None,
         num_query_heads: int | None = None,
         **storage: Unpack[StorageArguments],
     ) -> None:
@@ -182,6 +187,10 @@ class KVCache(ConfigFacts):
             which the cache takes over with their tokens: from then on they are changed through it
             alone. They have to stand at one position. A :class:`kvedge.StateLayer` may be anywhere
             among either: it is replaced (:meth:`replace`) or stepped by its own methods.
+        index : mapping, or sequence of mapping, KeyIndex or None, optional
+            Layers whose attention reads what an index chooses (docs/indexed.md): the arguments of
+            :class:`kvedge.KeyIndex` but its capacity, for all layers or for each. ``append`` takes
+            ``index_keys`` for them. Layers with a window have none.
         num_query_heads : int, optional
             Heads of the model's queries, a multiple of the KV heads of every layer; `attend` then
             refuses any other number. It is kept in copies and pickles, not in files.
@@ -210,13 +219,27 @@ class KVCache(ConfigFacts):
             rule = KeyRule.of_any(store.key_rule for store in stores)
             limit = min(limits, default=None)
             num_query_heads = _as_num_query_heads(num_query_heads, [s.config for s in stores])
-            self._state = CacheState(ready, limit, rule, {})
+            numbered = {i: store_of(x) for i, x in enumerate(ready) if isinstance(x, KvLayer)}
+            configs_at = {i: store.config for i, store in numbered.items()}
+            indexes = indexes_of(index, len(ready), configs_at, limit)
+            for number, store in numbered.items():
+                if number in indexes and len(indexes[number]) != len(store):
+                    raise InvalidArgumentError(
+                        f"layer {number} holds {len(store)} tokens, and its index "
+                        f"{len(indexes[number])}"
+                    )
+            self._state = CacheState(ready, limit, rule, {}, indexes)
         else:
             max_seq_len = checks.check_max_seq_len(max_seq_len)
             configs = layer_configs(num_layers, layers, window, shape | options.of_layers())
             states = states_among(layers)
             check_at_start(states)
             num_query_heads = _as_num_query_heads(num_query_heads, configs)
+            of_tokens = [i for i in range(len(configs) + len(states)) if i not in states]
+            configs_at = dict(zip(of_tokens, configs, strict=True))
+            indexes = indexes_of(index, len(configs) + len(states), configs_at, max_seq_len)
+            if any(map(len, indexes.values())):
+                raise InvalidArgumentError("index holds tokens, and new layers hold none")
             self._state = CacheState.new(
                 configs,
                 max_seq_len,
@@ -224,6 +247,7 @@ class KVCache(ConfigFacts):
                 options.key_scale,
                 {},
                 states=states,
+                indexes=indexes,
             )
         self._state.num_query_heads = num_query_heads
 
@@ -242,7 +266,16 @@ class KVCache(ConfigFacts):
 
     # ---- tokens in -------------------------------------------------------------------------------
 
-    def append(self, layer: int, keys: Array, values: Array, *, layout: Layout = "nhd") -> None:
+    def append(
+        self,
+        layer: int,
+        keys: Array,
+        values: Array,
+        *,
+        layout: Layout = "nhd",
+        index_keys: Array | None = None,
+        finish: Finish | None = None,
+    ) -> None:
         """Give one layer its next token or tokens; ``attend(layer, ...)`` sees them at once.
 
         Parameters
@@ -254,10 +287,14 @@ class KVCache(ConfigFacts):
             Any strides but of the channels.
         layout : {"nhd", "hnd"}
             "hnd": several tokens come as (num_kv_heads, n, head_dim).
+        index_keys, finish
+            Of as many tokens, for a layer with an index: as of :meth:`kvedge.KeyIndex.append`.
 
         Raises
         ------
         LayerOutOfRangeError
+        InvalidArgumentError
+            The layer has an index and is given no ``index_keys``, or the other way round.
         DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError, ScaleRangeError
         CapacityExceededError
             More tokens than ``max_seq_len``.
@@ -270,6 +307,9 @@ class KVCache(ConfigFacts):
         store = state.store_at[layer]
         if store is None:
             raise state.no_tokens(layer, "append()")
+        prepared = None
+        if state.indexes or index_keys is not None or finish is not None:
+            prepared = appending.prepared_keys(state, layer, keys, layout, index_keys, finish)
         start = store.end()
         try:
             if state.max_seq_len is not None and (state.has_windows or state.has_evicted):
@@ -282,6 +322,8 @@ class KVCache(ConfigFacts):
         except CapacityExceededError as error:
             raise state.no_room(layer, error) from None
         stop = store.end()
+        if prepared is not None:
+            state.indexes[layer].put(prepared)
         if start < state.high_water[layer]:
             if start == stop:
                 return
@@ -521,6 +563,27 @@ class KVCache(ConfigFacts):
                 f"layer {number} holds keys and values, and no state: {state!r}", layer=number
             )
         return state
+
+    def index(self, layer: int) -> KeyIndex:
+        """Return the index of a layer: what chooses the tokens that its attention reads.
+
+        Its ``select`` gives lists for ``attend(layer, query, tokens=)``. It changes through the
+        cache alone.
+
+        Parameters
+        ----------
+        layer : int
+
+        Raises
+        ------
+        LayerOutOfRangeError
+        InvalidArgumentError
+            The layer has none.
+        """
+        number = checks.check_layer(layer, self._state.num_layers)
+        if number not in self._state.indexes:
+            raise InvalidArgumentError(f"layer {number} has no index", layer=number)
+        return self._state.indexes[number]
 
     @memory_for("the keys of a layer")
     def k(self, layer: int, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -1038,8 +1101,9 @@ class KVCache(ConfigFacts):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes reserved for keys, values and scales of all layers, and bytes of states."""
-        return sum(layer.memory_bytes for layer in self._state.layers)
+        """Bytes reserved for keys, values, scales and indexes of all layers, and of states."""
+        of_indexes = sum(index.memory_bytes for index in self._state.indexes.values())
+        return of_indexes + sum(layer.memory_bytes for layer in self._state.layers)
 
     @property
     def resident_bytes(self) -> int:
@@ -1048,8 +1112,9 @@ class KVCache(ConfigFacts):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the tokens held, pending ones included, and of states."""
+        """Bytes of the tokens held, pending ones and indexes included, and of states."""
         tokens = sum(memory.token_bytes(s.config) * len(s) for s in self._state.stores)
+        tokens += sum(index.used_bytes for index in self._state.indexes.values())
         return tokens + sum(state.nbytes for state in self._state.states)
 
     @property

@@ -11,11 +11,13 @@ from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.recommended import by_name
 from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
+from kvedge.key_index import KeyIndex
 from kvedge.layer.layer import KvLayer, store_of
 from kvedge.states.layer import StateLayer, is_owned
 
 __all__ = [
     "check_at_start",
+    "indexes_of",
     "layer_configs",
     "shape_of",
     "states_among",
@@ -96,6 +98,57 @@ def check_at_start(states: Mapping[int, StateLayer]) -> None:
                 f"layers must stand at one position: the state in layer {number} is at "
                 f"{state.position}, and new layers of keys and values are at 0"
             )
+
+
+def indexes_of(
+    index: object, num_layers: int, stores: Mapping[int, LayerConfig], limit: int | None
+) -> dict[int, KeyIndex]:
+    """The index of each layer that has one, of what a KVCache is told.
+
+    Parameters
+    ----------
+    index : mapping, sequence or None
+        Arguments of KeyIndex for all layers; or one for each: a mapping, a KeyIndex, or None.
+    num_layers : int
+    stores : mapping of int to LayerConfig
+        Layers of keys and values, by their numbers.
+    limit : int or None
+        Tokens that the cache has room for.
+
+    Raises
+    ------
+    InvalidArgumentError
+    """
+    if index is None:
+        return {}
+    if isinstance(index, Mapping):
+        own: list[object] = [index if number in stores else None for number in range(num_layers)]
+    else:
+        own = _sequence(index, "index", "mappings, KeyIndex or None, or a mapping for all layers")
+    if len(own) != num_layers:
+        raise InvalidArgumentError(f"index must be one for each of {num_layers}, not {len(own)}")
+    indexes: dict[int, KeyIndex] = {}
+    for number, options in enumerate(own):
+        if options is None:
+            continue
+        if number not in stores or stores[number].window is not None:
+            has = "a state" if number not in stores else "a window"
+            raise InvalidArgumentError(f"index is given for layer {number}, which has {has}")
+        if isinstance(options, KeyIndex):
+            if options.is_owned or any(options is other for other in indexes.values()):
+                raise InvalidArgumentError(f"the index of layer {number} belongs to another layer")
+            indexes[number] = options
+            continue
+        if not isinstance(options, Mapping):
+            raise InvalidArgumentError(
+                f"index must be a mapping or a KeyIndex for layer {number}, not "
+                f"{checks.describe(options)}"
+            )
+        try:
+            indexes[number] = KeyIndex(limit, **options)
+        except TypeError as error:
+            raise InvalidArgumentError(f"index of layer {number}: {error}") from None
+    return indexes
 
 
 def shape_of(config: LayerConfig) -> dict[str, object]:

@@ -34,6 +34,8 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
     state.refuse_states("keep()")
     state.refuse_pending("keep()")
     state.refuse_evicted("keep()")
+    for index in state.indexes.values():
+        index.check_keep("keep()")
     for store in state.stores:
         checks.check_whole(store.config, store.view(), "keep()")
     moved = np.flatnonzero(positions != np.arange(len(positions)))
@@ -41,6 +43,8 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
         state.set_length(len(positions))
         return
     editing.keep(state.stores, positions)
+    for index in state.indexes.values():
+        index.keep(positions)
     state.overwrites.add(int(moved[0]))
     state.high_water = [len(positions)] * state.num_layers
     state.length = len(positions)
@@ -52,10 +56,19 @@ def evict(state: CacheState, index: int, indices: np.ndarray) -> None:
     assert store is not None  # the caller has looked
     if indices.shape[-1] == len(store):
         return
+    key_index = state.indexes.get(index)
+    if key_index is not None:
+        key_index.check_keep("evict()")
+        if indices.ndim > 1:
+            raise InvalidArgumentError(
+                f"evict() takes one list for all KV heads where layer {index} has an index"
+            )
     attended = None if state.eviction is None else state.eviction.of_layers.get(index)
     if attended is not None:
         attended.kept(store, indices)
     evicting.evict(store, indices)
+    if key_index is not None:
+        key_index.keep(indices)
     state.has_evicted = True
     state.overwrites.add(0)
     state.high_water[index] = store.end()
@@ -84,6 +97,7 @@ def shift(
 ) -> None:
     """Rotate stored keys of a checked range."""
     state.refuse_states("shift()")
+    state.refuse_indexes("shift()")
     state.refuse_pending("shift()")
     state.refuse_evicted("shift()")
     ropes = rope if isinstance(rope, (list, tuple)) else None

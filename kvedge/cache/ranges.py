@@ -34,9 +34,12 @@ def extract(state: CacheState, start: int = 0, stop: int | None = None) -> Cache
     """A cache of a range of tokens; see :meth:`kvedge.KVCache.extract`."""
     start, stop = checks.check_range(start, stop, state.length)
     contents = _whole(state, "extract()")
+    contents = replace(contents, indexes=_of_range(state, start, stop))
     if start % RUN and any(config.in_runs for config in contents.format.layers):
         extracted = extract(state, 0, 0)
         _store_anew(extracted, state, start, stop)
+        for index, arrays in zip(extracted.indexes.values(), contents.indexes, strict=True):
+            index.hold(arrays)
         return extracted
     layers = []
     for layer, config in zip(contents.layers, contents.format.layers, strict=True):
@@ -48,11 +51,24 @@ def extract(state: CacheState, start: int = 0, stop: int | None = None) -> Cache
     return CacheState.holding(contents, None, state.key_rule, {})
 
 
+def _of_range(state: CacheState, start: int, stop: int) -> tuple[dict[str, np.ndarray], ...]:
+    """The index keys of a range of tokens, of each layer that has such."""
+    arrays = []
+    for _, index in sorted(state.indexes.items()):
+        own = index.copy()
+        own.truncate(stop)
+        own.drop_first(start)
+        arrays.append(own.arrays())
+    return tuple(arrays)
+
+
 def inject(
     state: CacheState, other: CacheState, start: int | None = None, *, requantize: bool = False
 ) -> None:
     """Take all tokens of another cache; see :meth:`kvedge.KVCache.inject`."""
     requantize = checks.as_bool(requantize, "requantize")
+    for side in (state, other):
+        side.refuse_indexes("inject()")
     own, contents = _whole(state, "inject()"), _whole(other, "inject()")
     limit, length = state.max_seq_len, state.length
     start = length if start is None else checks.as_int(start, "start")

@@ -44,7 +44,10 @@ def requantize(
             # The old layer goes, if nobody else has it.
             state.put_layer(number, converted.layers[index])
     finally:
-        state.format = CacheFormat.of((store.config for store in state.stores), state.format.states)
+        form = state.format
+        state.format = CacheFormat.of(
+            (store.config for store in state.stores), form.states, form.indexes
+        )
         state.high_water = [state.length] * state.num_layers
         state.room = state.capacity
     state.key_rule = converted.key_rule

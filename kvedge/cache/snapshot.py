@@ -13,6 +13,7 @@ from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, StaleSnapshotError
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents, CacheFormat
+from kvedge.key_index import IndexMoment
 from kvedge.layer.room import keeps
 from kvedge.states.layer import StateLayer
 
@@ -34,7 +35,7 @@ class KvCacheSnapshot:
     Like a number it never changes, so ``copy.copy`` and ``copy.deepcopy`` return it as it is.
     """
 
-    __slots__ = ("_contents", "_epoch", "_length", "_pending", "_state", "_states")
+    __slots__ = ("_contents", "_epoch", "_length", "_moments", "_pending", "_state", "_states")
 
     _state: weakref.ref[CacheState] | None  # the cache's; None once detached
     _contents: CacheContents | None  # None while attached
@@ -42,6 +43,7 @@ class KvCacheSnapshot:
     _length: int
     _pending: tuple[int, ...]  # layers that held tokens beyond the length when it was taken
     _states: tuple[StateLayer, ...]  # copies, while attached
+    _moments: tuple[IndexMoment, ...]  # of indexes, while attached
 
     def __init__(self) -> None:
         raise InvalidArgumentError("a KvCacheSnapshot is made by KVCache.snapshot()")
@@ -54,7 +56,7 @@ class KvCacheSnapshot:
         self._epoch = 0
         self._length = contents.length
         self._pending = ()
-        self._states = ()
+        self._states, self._moments = (), ()
         return self
 
     @property
@@ -129,7 +131,8 @@ class KvCacheSnapshot:
     def nbytes(self) -> int:
         """Bytes of what it holds itself: attached 0, or those of its copies of states."""
         if self._contents is None:
-            return sum(state.nbytes for state in self._states)
+            raw = sum(moment.raw.nbytes for moment in self._moments)
+            return raw + sum(state.nbytes for state in self._states)
         return self._contents.nbytes
 
     def detach(self) -> KvCacheSnapshot:
@@ -173,7 +176,7 @@ class KvCacheSnapshot:
                 f"beyond position {self._length} when this snapshot was taken: advance() over them "
                 "or truncate() first, and take another"
             )
-        contents = state.contents(self._length, states=self._states)
+        contents = state.contents(self._length, states=self._states, moments=self._moments)
         self._refuse_stale()  # nothing was overwritten meanwhile
         return contents
 
@@ -255,6 +258,7 @@ def snapshot(state: CacheState) -> KvCacheSnapshot:
     taken = KvCacheSnapshot.__new__(KvCacheSnapshot)
     taken._length = state.length  # first: what is overwritten after that lies above
     taken._states = tuple(layer.copy() for layer in state.states)
+    taken._moments = tuple(state.moments(taken._length))
     taken._epoch = state.overwrites.epoch
     taken._pending = tuple(state.ahead(taken._length))
     taken._state = weakref.ref(state)
@@ -278,6 +282,8 @@ def restore(state: CacheState, snapshot: object) -> None:
     snapshot._refuse_stale()
     state.set_length(snapshot._length)
     state.put_states(snapshot._states)
+    for (_, index), moment in zip(sorted(state.indexes.items()), snapshot._moments, strict=True):
+        index.go_to(moment)
 
 
 def _holding(contents: CacheContents) -> CacheState:

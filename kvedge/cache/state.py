@@ -22,6 +22,7 @@ from kvedge.errors import (
 )
 from kvedge.eviction import CacheEviction
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
+from kvedge.key_index import IndexMoment, KeyIndex
 from kvedge.layer import keys
 from kvedge.layer.layer import KvLayer, new_layer, store_of
 from kvedge.layer.parts import PartContents, contents_of, parts_of_contents
@@ -60,6 +61,8 @@ class CacheState:
     max_seq_len : int or None
     key_rule : KeyRule
     metadata : mapping of str to str
+    indexes : mapping of int to KeyIndex, optional
+        Index keys of layers, by their numbers; as many as the layer holds tokens.
     """
 
     __slots__ = (
@@ -69,6 +72,7 @@ class CacheState:
         "has_evicted",  # tokens among those held were evicted from some layer
         "has_windows",  # some layer keeps only what its window needs
         "high_water",  # list of int: tokens of each layer whose bytes are still there
+        "indexes",  # dict of int to KeyIndex, by number of the layer
         "key_rule",  # what layers take from their first tokens, those that can
         "layers",  # tuple of KvLayer or StateLayer
         "length",
@@ -89,12 +93,17 @@ class CacheState:
         max_seq_len: int | None,
         key_rule: KeyRule,
         metadata: Mapping[str, str],
+        indexes: Mapping[int, KeyIndex] | None = None,
     ) -> None:
         self._hold(layers)
+        self.indexes = dict(indexes or {})
+        for index in self.indexes.values():
+            index.own()
         numbers = [i for i, layer in enumerate(layers) if isinstance(layer, StateLayer)]
         self.format = CacheFormat.of(
             (store.config for store in self.stores),
             tuple(zip(numbers, map(config_of, self.states), strict=True)),
+            tuple((number, index.config) for number, index in sorted(self.indexes.items())),
         )
         for store in self.stores:
             store.frozen = True  # changed through the cache alone, which keeps the positions
@@ -122,6 +131,7 @@ class CacheState:
         metadata: Mapping[str, str],
         tokens: Sequence[int] | None = None,
         states: Mapping[int, StateLayer] | None = None,
+        indexes: Mapping[int, KeyIndex] | None = None,
     ) -> Self:
         """Make the state of an empty cache, with room for ``tokens`` in each layer.
 
@@ -147,7 +157,7 @@ class CacheState:
         for number in sorted(states or {}):
             layers.insert(number, (states or {})[number])
         rule = KeyRule(isinstance(key_offset, str), isinstance(key_scale, str) and any(with_scale))
-        return cls(layers, max_seq_len, rule, metadata)
+        return cls(layers, max_seq_len, rule, metadata, indexes)
 
     @classmethod
     def empty(
@@ -162,7 +172,8 @@ class CacheState:
         states = {number: empty_state(config) for number, config in form.states}
         offset: Literal["auto"] | None = "auto" if key_rule.auto_offset else None
         scale: Literal["auto"] | None = "auto" if key_rule.auto_scale else None
-        return cls.new(form.layers, max_seq_len, offset, scale, metadata, tokens, states)
+        indexes = {number: KeyIndex.of(config, max_seq_len) for number, config in form.indexes}
+        return cls.new(form.layers, max_seq_len, offset, scale, metadata, tokens, states, indexes)
 
     @classmethod
     def holding(
@@ -215,6 +226,13 @@ class CacheState:
         if self.states:  # else asked for at each token
             raise self.no_tokens(self.store_at.index(None), call)
 
+    def refuse_indexes(self, call: str) -> None:
+        """InvalidArgumentError if some layer has an index, for a call that cannot change it."""
+        for number in self.indexes:
+            raise InvalidArgumentError(
+                f"{call} is not for layers with an index, which layer {number} has", layer=number
+            )
+
     def no_tokens(self, number: int, call: str) -> InvalidArgumentError:
         """What a call raises that is about keys and values, of a layer that holds a state."""
         return InvalidArgumentError(
@@ -265,6 +283,8 @@ class CacheState:
                 at_0()
                 store.evicted_at, store.turns = 0, None
         self.length = length
+        for number, keys_of in self.indexes.items():
+            keys_of.go_to(keys_of.moment(min(len(keys_of), self._tokens_at(number, length))))
 
     def forget_bytes(self) -> None:
         """Note that no byte stands for a position any more, and that layers begin anew."""
@@ -295,6 +315,8 @@ class CacheState:
                     f"{store.config.window} tokens, and has dropped those before "
                     f"{store.view().num_dropped}"
                 )
+        for number, keys_of in self.indexes.items():
+            keys_of.moment(self._tokens_at(number, length))
 
     def refuse_pending(self, call: str) -> None:
         """LayersOutOfStepError if some layer has pending tokens, for a call that needs none."""
@@ -351,14 +373,15 @@ class CacheState:
         *,
         copy: bool = True,
         states: tuple[StateLayer, ...] | None = None,
+        moments: Sequence[IndexMoment] | None = None,
     ) -> CacheContents:
         """Return the stored bytes of each layer, up to a position or of all tokens it holds.
 
-        `states` are those at the position, where the cache's own have gone on.
+        `states` and `moments` are those at the position, where the cache's own have gone on.
         """
         length = self.length if upto is None else upto  # first: layers never hold less
         own_states = self.states if states is None else states
-        return contents_of_stores(
+        contents = contents_of_stores(
             self.stores,
             self.format,
             length,
@@ -366,6 +389,26 @@ class CacheState:
             copy=copy,
             states=tuple(state.copy() for state in own_states) if copy else own_states,
         )
+        if not self.indexes:
+            return contents
+        if moments is None:
+            moments = self.moments(upto)
+        pairs = zip(sorted(self.indexes), moments, strict=True)
+        arrays = tuple(self.indexes[number].arrays(moment) for number, moment in pairs)
+        return replace(contents, indexes=arrays)
+
+    def moments(self, upto: int | None = None) -> list[IndexMoment]:
+        """Where each index stands, or stood at a position."""
+        return [
+            index.moment(None if upto is None else self._tokens_at(number, upto))
+            for number, index in sorted(self.indexes.items())
+        ]
+
+    def _tokens_at(self, number: int, position: int) -> int:
+        """Tokens that a layer holds up to a position."""
+        store = self.store_at[number]
+        assert store is not None
+        return max(0, position - store.view().num_dropped)
 
     def replace(self, contents: CacheContents) -> None:
         """Hold what ``contents`` holds, and nothing else; all or nothing."""
@@ -387,6 +430,8 @@ class CacheState:
             [t.arrays for t in contents.layers],
         )
         self.put_states(contents.states)
+        for number, of_index in zip(sorted(self.indexes), contents.indexes, strict=True):
+            self.indexes[number].hold(of_index)
 
     def put_states(self, states: Sequence[StateLayer]) -> None:
         """Let the states be as others of the same format are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.pickled import PickledByFields
+from kvedge.key_index import IndexConfig
 from kvedge.layer.parts import PartContents, config_of_today, parts_of_today
 from kvedge.rope import Turns
 from kvedge.states.layer import StateConfig, StateLayer
@@ -24,15 +25,19 @@ class CacheFormat(PickledByFields):
 
     layers: tuple[LayerConfig, ...]  # without regard to room: of one row each, without a limit
     states: tuple[tuple[int, StateConfig], ...] = ()  # and their numbers among all layers
+    indexes: tuple[tuple[int, IndexConfig], ...] = ()  # and the numbers of their layers
 
     @classmethod
     def of(
-        cls, configs: Iterable[LayerConfig], states: tuple[tuple[int, StateConfig], ...] = ()
+        cls,
+        configs: Iterable[LayerConfig],
+        states: tuple[tuple[int, StateConfig], ...] = (),
+        indexes: tuple[tuple[int, IndexConfig], ...] = (),
     ) -> CacheFormat:
         """The format of layers as in `configs`."""
         known: dict[LayerConfig, LayerConfig] = {}  # equal ones are one object
         plain = (replace(config, capacity=1, limit=None) for config in configs)
-        return cls(tuple(known.setdefault(config, config) for config in plain), states)
+        return cls(tuple(known.setdefault(config, config) for config in plain), states, indexes)
 
     @property
     def num_layers(self) -> int:
@@ -42,6 +47,7 @@ class CacheFormat(PickledByFields):
     def __str__(self) -> str:
         counts = Counter(map(_layer_text, self.layers))  # in the order of their first layers
         counts.update(f"state of {config}" for _, config in self.states)
+        counts.update(str(config) for _, config in self.indexes)
         return ", ".join(f"{count} layers x {text}" for text, count in counts.items())
 
 
@@ -92,6 +98,7 @@ class CacheContents(PickledByFields):
     length: int  # tokens that all layers hold; a layer may hold more
     layers: tuple[LayerContents, ...]
     states: tuple[StateLayer, ...] = ()  # in the order of the format's
+    indexes: tuple[Mapping[str, np.ndarray], ...] = ()  # as KeyIndex.arrays() has them, as well
 
     @property
     def of_today(self) -> CacheContents:
@@ -106,9 +113,14 @@ class CacheContents(PickledByFields):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(state.nbytes for state in self.states) + sum(
-            array.nbytes
-            for layer in self.layers
-            for arrays in (layer.arrays, *(part.arrays for part in layer.parts))
-            for array in arrays
+        of_indexes = sum(array.nbytes for arrays in self.indexes for array in arrays.values())
+        return (
+            of_indexes
+            + sum(state.nbytes for state in self.states)
+            + sum(
+                array.nbytes
+                for layer in self.layers
+                for arrays in (layer.arrays, *(part.arrays for part in layer.parts))
+                for array in arrays
+            )
         )

@@ -44,6 +44,7 @@ from kvedge.files.header import (
     read_into,
 )
 from kvedge.files.tensors import check_numbers, have_scales
+from kvedge.key_index import IndexConfig, KeyIndex
 from kvedge.layer.parts import (
     PartContents,
     config_of_today,
@@ -69,6 +70,7 @@ __all__ = ["load", "load_bytes"]
 
 # Of a layer, with all parts.
 _MAX_TENSORS = len(memory.Slabs._fields) * (1 + len(session.PARTS)) + len(KEY_VECTORS)
+_INDEX_ARRAYS = ("keys", "raw", "scales")
 _STATE_DTYPES = {file_type: dtype for dtype, file_type in session.STATE_FILE_TYPES.items()}
 _STATE_NAME = re.compile(r"states\.(0|[1-9][0-9]{0,3})\.(\w+)", re.ASCII)
 
@@ -80,6 +82,8 @@ class _Cache(Protocol):
     def stores(self) -> tuple[LayerStore, ...]: ...
     @property
     def states(self) -> tuple[StateLayer, ...]: ...
+    @property
+    def indexes(self) -> Mapping[int, KeyIndex]: ...
     def put_layer(self, number: int, layer: StateLayer) -> None: ...
     def adopt(
         self,
@@ -134,7 +138,11 @@ def _load(make: _Make[_State], file: BinaryIO, mmap: bool) -> _State:
     of_states = {
         name: tensor for name, tensor in tensors.items() if name.startswith(session.STATES)
     }
-    of_layers = {name: tensor for name, tensor in tensors.items() if name not in of_states}
+    of_indexes = {
+        name: tensor for name, tensor in tensors.items() if name.startswith(session.INDEXES)
+    }
+    others = (*of_states, *of_indexes)
+    of_layers = {name: tensor for name, tensor in tensors.items() if name not in others}
     described = _read_fields(fields, _read_states(of_states))
     form, tokens = described.form, described.tokens
     _check_tensors(of_layers, described)
@@ -162,6 +170,7 @@ def _load(make: _Make[_State], file: BinaryIO, mmap: bool) -> _State:
     cache.adopt(described.length, list(adopted))
     for state in cache.states:
         state.advance(described.length)
+    _put_indexes(of_indexes, arrays, described, cache)
     return cache
 
 
@@ -170,7 +179,8 @@ def _most_tensors(fields: Mapping[str, str]) -> int:
     _check_kind(fields)
     num_layers = _num_layers(fields)
     of_states = 0 if _least_layers(fields) else MAX_ARRAYS * (MAX_LAYERS - num_layers)
-    return _MAX_TENSORS * num_layers + of_states
+    of_indexes = len(_INDEX_ARRAYS) * num_layers if "indexes" in fields else 0
+    return _MAX_TENSORS * num_layers + of_states + of_indexes
 
 
 def _check_kind(fields: Mapping[str, str]) -> None:
@@ -243,7 +253,8 @@ def _read_fields(
         configs = [first] * num_layers
         if "layers" in fields:
             configs, dropped, evicted_at = _read_layers(fields["layers"], first, num_layers, length)
-    form = CacheFormat.of(configs, states)
+    indexes = _read_indexes(fields["indexes"], states, configs) if "indexes" in fields else ()
+    form = CacheFormat.of(configs, states, indexes)
     found, version = fields["format_version"], session.version_of(form)
     if found != version:
         corrupt(
@@ -258,6 +269,52 @@ def _read_fields(
     if fields.get("layers", "") != session.layers_field(form, dropped, evicted_at):
         corrupt("its layers are not as kvedge writes them")
     return _Described(form, length, max_seq_len, dropped, evicted_at)
+
+
+def _read_indexes(
+    text: str, states: tuple[tuple[int, StateConfig], ...], configs: Sequence[LayerConfig]
+) -> tuple[tuple[int, IndexConfig], ...]:
+    """The index of each layer that has one, with its number among all layers."""
+    with_states = {number for number, _ in states}
+    numbers = [n for n in range(len(configs) + len(states)) if n not in with_states]
+    windows = {n: c.window for n, c in zip(numbers, configs, strict=True)}
+    try:
+        found = {int(number): IndexConfig(**own) for number, own in json.loads(text).items()}
+        if not found or any(windows.get(number, 0) is not None for number in found):
+            raise ValueError("it is of layers that have none")
+    except (ValueError, TypeError, AttributeError, RecursionError, KvedgeError) as error:
+        corrupt(f"its indexes cannot be read: {type(error).__name__}: {error}", error)
+    indexes = tuple(sorted(found.items()))
+    if text != session.indexes_field(CacheFormat((), indexes=indexes)):
+        corrupt("its indexes are not as kvedge writes them")
+    return indexes
+
+
+def _put_indexes(
+    tensors: Mapping[str, Tensor],
+    arrays: Mapping[str, np.ndarray],
+    described: _Described,
+    cache: _Cache,
+) -> None:
+    """Let the indexes of a cache hold the arrays of a file, which they check."""
+    wanted = set()
+    for number, config in described.form.indexes:
+        own = {}
+        for name in _INDEX_ARRAYS[: 3 if config.dtype == "int8" else 2]:
+            full = f"{session.INDEXES}{number}.{name}"
+            file_type = session.INDEX_FILE_TYPES[config.dtype] if name == "keys" else "F32"
+            if full not in tensors or tensors[full].dtype != file_type:
+                corrupt(f"it has no tensor {full} of type {file_type}")
+            wanted.add(full)
+            own[name] = arrays[full]
+        before = sum(state < number for state, _ in described.form.states)
+        own["length"] = np.array([described.tokens[number - before]], np.int64)
+        try:
+            cache.indexes[number].hold(own)
+        except KvedgeError as error:
+            corrupt(f"the index of layer {number}: {error}", error)
+    if tensors.keys() - wanted:
+        corrupt(f"tensor {min(tensors.keys() - wanted)[:60]} is of no index")
 
 
 def _check_fields(fields: Mapping[str, str]) -> None:

@@ -15,13 +15,19 @@ where i counts layers of keys and values alone. Of each layer n, of all, that ho
 
     states.{n}.{name}                                its arrays, of any shape, F32, F16 or BF16
 
+and of each that has an index, in the type of its keys
+
+    indexes.{n}.keys, indexes.{n}.scales             (keys, channels) F32, BF16 or I8, whose scales
+                                                     are (keys,) F32
+    indexes.{n}.raw                                  (tokens, channels) F32: see KeyIndex
+
 and as metadata, all text, the fields of ``FIELDS``, ``value_dtype`` and ``value_head_dim`` where
 values have another type and width than keys, ``value_rotation`` where they are stored rotated,
 ``key_scale`` where layers take theirs from their first tokens, ``recent``, ``sinks`` and
 ``recent_dtype`` where first or last tokens are held in another format too, ``layers`` where layers
-differ or have windows, ``key_turns`` where keys were shifted, and are stored as they were before
-that, ``sha256`` over everything else, and the user's own under "user.", where "user.kvedge.states"
-is kvedge's: the classes of states that are no plain ones.
+differ or have windows, ``indexes`` where some have one, ``key_turns`` where keys were shifted, and
+are stored as they were before that, ``sha256`` over everything else, and the user's own under
+"user.", where "user.kvedge.states" is kvedge's: the classes of states that are no plain ones.
 ``format_version`` is 1, or 2 where a layer holds runs, or 3 where one holds a state. tokens are
 length, less those that the layer's window has dropped, or that were evicted. Where all layers hold
 states, num_layers is 0, as are the other numbers of what there is none of.
@@ -33,7 +39,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +66,8 @@ VERSION_OF_RUNS = "2"
 VERSION_OF_STATES = "3"
 STATES = "states."  # prefix of their tensors
 STATE_KINDS = "user.kvedge.states"  # a field of files with states of known classes
+INDEXES = "indexes."  # prefix of their tensors
+INDEX_FILE_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "I8"}
 STATE_FILE_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 USER = "user."  # prefix of the user's metadata
 FIELDS = (
@@ -78,6 +86,7 @@ FIELDS = (
 # Fields that some files have.
 MORE_FIELDS = (
     "key_scale",  # "auto": layers take it from their first tokens
+    "indexes",  # where layers have one: JSON, see `indexes_field`
     "key_turns",  # where keys are still to be turned: JSON, see `turns_field`
     "layers",  # where layers differ or have windows: JSON, see `layers_field`
     "value_dtype",  # where it is not dtype
@@ -154,6 +163,13 @@ def _tensors(contents: CacheContents) -> TypedArrays:
         for name, dtype in zip(form.names, form.dtypes, strict=True):
             array = state.arrays[name]
             tensors[f"{STATES}{number}.{name}"] = (STATE_FILE_TYPES[dtype], array)
+    for (number, of_index), own_arrays in zip(
+        contents.format.indexes, contents.indexes, strict=True
+    ):
+        for name, array in own_arrays.items():
+            if name != "length":
+                file_type = INDEX_FILE_TYPES[of_index.dtype] if name == "keys" else "F32"
+                tensors[f"{INDEXES}{number}.{name}"] = (file_type, array)
     return tensors
 
 
@@ -180,6 +196,7 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
     evicted_at = [layer.evicted_at % max(contents.length, 1) for layer in contents.layers]
     more = {
         "key_scale": AUTO if cache.key_rule.auto_scale else "",
+        "indexes": indexes_field(form),
         "key_turns": turns_field([layer.turns for layer in contents.layers]),
         "layers": layers_field(form, [layer.num_dropped for layer in contents.layers], evicted_at),
         "value_dtype": own["value_dtype"],
@@ -190,6 +207,15 @@ def _fields(contents: CacheContents, cache: _Saved) -> dict[str, str]:
         more |= {name: own[name] for name in PART_OPTIONS}
     fields |= {name: value for name, value in more.items() if value != ""}
     return {name: str(value) for name, value in fields.items()}
+
+
+def indexes_field(form: CacheFormat) -> str:
+    """What the indexes of layers are, by number of the layer; "" if there are none."""
+    if not form.indexes:
+        return ""
+    return json.dumps(
+        {number: asdict(config) for number, config in form.indexes}, separators=(",", ":")
+    )
 
 
 def turns_field(turns: Sequence[Turns | None]) -> str:
