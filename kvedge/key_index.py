@@ -32,7 +32,24 @@ from kvedge.errors import (
     ShapeMismatchError,
 )
 
-__all__ = ["Finish", "IndexConfig", "IndexDtype", "IndexMoment", "KeyIndex", "Prepared"]
+__all__ = [
+    "Finish",
+    "IndexConfig",
+    "IndexDtype",
+    "IndexMoment",
+    "KeyIndex",
+    "Prepared",
+    "check_keep",
+    "go_to",
+    "hold",
+    "is_owned",
+    "keep",
+    "moment_of",
+    "new_index",
+    "own",
+    "prepare",
+    "put",
+]
 
 IndexDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 #: Makes keys of means (m, head_dim) of whole blocks and positions (m,) of their first tokens.
@@ -143,17 +160,6 @@ class KeyIndex:
         self._scales = aligned_zeros((0,), np.float32)
         self._raw = np.empty((0, head_dim), np.float32)  # of the last tokens
 
-    @classmethod
-    def of(cls, config: IndexConfig, capacity: int | None) -> KeyIndex:
-        """An empty one."""
-        return cls(
-            capacity,
-            config.head_dim,
-            ratio=config.ratio,
-            dtype=config.dtype,
-            raw_tokens=config.raw_tokens,
-        )
-
     # ---- facts -----------------------------------------------------------------------------------
 
     @property
@@ -237,53 +243,7 @@ class KeyIndex:
             It belongs to a KVCache: ``append`` to that.
         """
         self._check_free("append(index_keys=)")
-        self.put(self.prepare(keys, finish))
-
-    def prepare(self, keys: Array, finish: Finish | None = None) -> Prepared:
-        """Check what :meth:`append` is given, and make room; nothing is stored."""
-        rows = as_float32(keys, "keys", contiguous=False)
-        rows = rows[np.newaxis] if rows.ndim == 1 else rows
-        dim = self._config.head_dim
-        if rows.ndim != 2 or rows.shape[1] != dim:
-            raise ShapeMismatchError(
-                f"keys must be (n, {dim}) or ({dim},), not {rows.shape}",
-                expected=("n", dim),
-                got=rows.shape,
-            )
-        check_finite(rows, "keys")
-        stop = self._length + len(rows)
-        if self._capacity is not None and stop > self._capacity:
-            raise CapacityExceededError(
-                f"{len(rows)} tokens more than {self._length} are {stop}, and the capacity is "
-                f"{self._capacity}",
-                expected=self._capacity,
-                got=stop,
-            )
-        raw = rows
-        if self._config.ratio > 1:
-            raw = np.concatenate([self._raw, rows])
-            behind = self._length % self._config.ratio + len(rows)  # tokens without a key yet
-            pending = raw[len(raw) - behind :][: behind // self._config.ratio * self._config.ratio]
-            rows = pending.reshape(-1, self._config.ratio, self._config.head_dim).mean(1)
-        if finish is not None and len(rows):
-            firsts = (self.num_keys + np.arange(len(rows))) * self._config.ratio
-            shape = rows.shape
-            rows = as_float32(finish(rows, firsts), "finish(keys)", shape=shape, contiguous=False)
-            check_finite(rows, "finish(keys)")
-        if rows.size and np.abs(rows).max() > _LARGEST:
-            raise ScaleRangeError(f"keys hold {np.abs(rows).max():.6g}, above {_LARGEST:.6g}")
-        self._reserve(self.num_keys + len(rows))
-        left = raw[:0]
-        if self._config.ratio > 1:
-            needed = min(self._raw_needed(stop), len(raw))
-            left = raw[len(raw) - needed :].copy()
-        return Prepared(np.ascontiguousarray(rows), left, stop)
-
-    def put(self, prepared: Prepared) -> None:
-        """Store what was prepared."""
-        codes, scales = self._stored(self.num_keys, self.num_keys + len(prepared.rows))
-        active("index_encode")(self._config.dtype, prepared.rows, codes, scales)
-        self._length, self._raw = prepared.stop, prepared.raw
+        put(self, prepare(self, keys, finish))
 
     def truncate(self, n: int) -> None:
         """Keep the first `n` tokens.
@@ -295,41 +255,11 @@ class KeyIndex:
             stay (``raw_tokens``).
         """
         self._check_free("truncate()")
-        self.go_to(self.moment(check_length(n, self._length)))
-
-    def moment(self, n: int | None = None) -> IndexMoment:
-        """Where it stands, or stood when it had `n` tokens; raises as :meth:`truncate`."""
-        n = self._length if n is None else n
-        first, ratio = self._length - len(self._raw), self._config.ratio
-        if n % ratio and n - n % ratio < first:
-            raise PositionOutOfRangeError(
-                f"token {n} is within a block of {ratio}, and of tokens before {first} only whole "
-                "blocks are stored: give raw_tokens=None, or a multiple"
-            )
-        return IndexMoment(n, self._raw[: max(0, n - first)])
-
-    def go_to(self, moment: IndexMoment) -> None:
-        """Go back, or forward again where nothing was appended meanwhile."""
-        self._length, self._raw = moment
+        go_to(self, moment_of(self, check_length(n, self._length)))
 
     def clear(self) -> None:
         """Remove all tokens."""
         self.truncate(0)
-
-    def keep(self, tokens: np.ndarray) -> None:
-        """Keep only some tokens, ascending (n,); without `ratio` alone."""
-        self.check_keep("keep()")
-        for stored in (self._keys, self._scales):
-            if len(stored):
-                stored[: len(tokens)] = stored[tokens]
-        self._length = len(tokens)
-
-    def check_keep(self, call: str) -> None:
-        """InvalidArgumentError where keys are those of several tokens."""
-        if self._config.ratio > 1:
-            raise InvalidArgumentError(
-                f"{call} takes tokens out, and an index has a key for {self._config.ratio} of them"
-            )
 
     def _check_free(self, instead: str) -> None:
         if self._owned:
@@ -504,9 +434,9 @@ class KeyIndex:
     def arrays(self, moment: IndexMoment | None = None) -> dict[str, np.ndarray]:
         """What the index stores, as copies by name: for a file, or for :meth:`put_arrays`.
 
-        `moment` is one of :meth:`moment`; by default the present.
+        `moment` is one of :func:`moment_of`; by default the present.
         """
-        length, raw = self.moment() if moment is None else moment
+        length, raw = moment_of(self) if moment is None else moment
         number = length // self._config.ratio
         stored = {"keys": self._keys[:number].copy(), "raw": raw.copy()}
         stored["length"] = np.array([length], np.int64)
@@ -523,35 +453,11 @@ class KeyIndex:
             The arrays are of no such index. Nothing has changed.
         """
         self._check_free("put arrays into")
-        self.hold(arrays)
-
-    def hold(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """As :meth:`put_arrays`, of one that belongs to a cache too."""
-        length = int(_checked(arrays, "length", (1,), np.int64)[0])
-        if length < 0 or (self._capacity is not None and length > self._capacity):
-            raise CapacityExceededError(f"{length} tokens, and the capacity is {self._capacity}")
-        number, dim = length // self._config.ratio, self._config.head_dim
-        keys = _checked(arrays, "keys", (number, dim), _TYPES[self._config.dtype])
-        raw = _checked(arrays, "raw", (None, dim), np.float32)
-        least = length % self._config.ratio if self._config.ratio > 1 else 0
-        if not least <= len(raw) <= (length if self._config.ratio > 1 else 0):
-            raise ShapeMismatchError(f"raw has {len(raw)} tokens of {length}")
-        scales = self._scales[:0]
-        if self._config.dtype == "int8":
-            scales = _checked(arrays, "scales", (number,), np.float32)
-            if len(scales) and scales.min() < 0:
-                raise InvalidArgumentError(f"scales are at least 0, not {scales.min()}")
-        numbers = half.decode_bfloat16(keys) if self._config.dtype == "bfloat16" else keys
-        for name, array in (("keys", numbers), ("raw", raw), ("scales", scales)):
-            check_finite(array.astype(np.float32, copy=False), name)
-        self._length = length
-        self._keys = aligned_zeros(keys.shape, keys.dtype)
-        self._scales = aligned_zeros(scales.shape, np.float32)
-        self._keys[...], self._scales[...], self._raw = keys, scales, raw.copy()
+        hold(self, arrays)
 
     def copy(self) -> KeyIndex:
         """An index of its own with the same tokens."""
-        other = self.of(self._config, self._capacity)
+        other = new_index(self._config, self._capacity)
         other.put_arrays(self.arrays())
         return other
 
@@ -560,20 +466,142 @@ class KeyIndex:
     def __deepcopy__(self, memo: Any) -> KeyIndex:
         return self.copy()
 
-    @property
-    def is_owned(self) -> bool:
-        """Whether it belongs to a cache."""
-        return self._owned
-
-    def own(self) -> None:
-        """Let it belong to a cache, through which alone it changes from then on."""
-        self._owned = True
-
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_keys"] = self._keys[: self.num_keys]
         state["_scales"] = self._scales[: self.num_keys]
         return {**state, "_owned": False}
+
+
+# ---- for the rest of the package -----------------------------------------------------------------
+
+
+def new_index(config: IndexConfig, capacity: int | None) -> KeyIndex:
+    """An empty one."""
+    return KeyIndex(
+        capacity,
+        config.head_dim,
+        ratio=config.ratio,
+        dtype=config.dtype,
+        raw_tokens=config.raw_tokens,
+    )
+
+
+def is_owned(index: KeyIndex) -> bool:
+    """Whether an index belongs to a cache."""
+    return index._owned
+
+
+def own(index: KeyIndex) -> None:
+    """Let an index belong to a cache, through which alone it changes from then on."""
+    index._owned = True
+
+
+def prepare(index: KeyIndex, keys: Array, finish: Finish | None = None) -> Prepared:
+    """Check what :meth:`KeyIndex.append` is given, and make room; nothing is stored."""
+    rows = as_float32(keys, "keys", contiguous=False)
+    rows = rows[np.newaxis] if rows.ndim == 1 else rows
+    dim = index._config.head_dim
+    if rows.ndim != 2 or rows.shape[1] != dim:
+        raise ShapeMismatchError(
+            f"keys must be (n, {dim}) or ({dim},), not {rows.shape}",
+            expected=("n", dim),
+            got=rows.shape,
+        )
+    check_finite(rows, "keys")
+    stop = index._length + len(rows)
+    if index._capacity is not None and stop > index._capacity:
+        raise CapacityExceededError(
+            f"{len(rows)} tokens more than {index._length} are {stop}, and the capacity is "
+            f"{index._capacity}",
+            expected=index._capacity,
+            got=stop,
+        )
+    raw = rows
+    if index._config.ratio > 1:
+        raw = np.concatenate([index._raw, rows])
+        behind = index._length % index._config.ratio + len(rows)  # tokens without a key yet
+        pending = raw[len(raw) - behind :][: behind // index._config.ratio * index._config.ratio]
+        rows = pending.reshape(-1, index._config.ratio, index._config.head_dim).mean(1)
+    if finish is not None and len(rows):
+        firsts = (index.num_keys + np.arange(len(rows))) * index._config.ratio
+        shape = rows.shape
+        rows = as_float32(finish(rows, firsts), "finish(keys)", shape=shape, contiguous=False)
+        check_finite(rows, "finish(keys)")
+    if rows.size and np.abs(rows).max() > _LARGEST:
+        raise ScaleRangeError(f"keys hold {np.abs(rows).max():.6g}, above {_LARGEST:.6g}")
+    index._reserve(index.num_keys + len(rows))
+    left = raw[:0]
+    if index._config.ratio > 1:
+        needed = min(index._raw_needed(stop), len(raw))
+        left = raw[len(raw) - needed :].copy()
+    return Prepared(np.ascontiguousarray(rows), left, stop)
+
+
+def put(index: KeyIndex, prepared: Prepared) -> None:
+    """Store what was prepared."""
+    codes, scales = index._stored(index.num_keys, index.num_keys + len(prepared.rows))
+    active("index_encode")(index._config.dtype, prepared.rows, codes, scales)
+    index._length, index._raw = prepared.stop, prepared.raw
+
+
+def moment_of(index: KeyIndex, n: int | None = None) -> IndexMoment:
+    """Where it stands, or stood when it had `n` tokens; raises as :meth:`KeyIndex.truncate`."""
+    n = index._length if n is None else n
+    first, ratio = index._length - len(index._raw), index._config.ratio
+    if n % ratio and n - n % ratio < first:
+        raise PositionOutOfRangeError(
+            f"token {n} is within a block of {ratio}, and of tokens before {first} only whole "
+            "blocks are stored: give raw_tokens=None, or a multiple"
+        )
+    return IndexMoment(n, index._raw[: max(0, n - first)])
+
+
+def go_to(index: KeyIndex, moment: IndexMoment) -> None:
+    """Go back, or forward again where nothing was appended meanwhile."""
+    index._length, index._raw = moment
+
+
+def keep(index: KeyIndex, tokens: np.ndarray) -> None:
+    """Keep only some tokens, ascending (n,); without `ratio` alone."""
+    check_keep(index, "keep()")
+    for stored in (index._keys, index._scales):
+        if len(stored):
+            stored[: len(tokens)] = stored[tokens]
+    index._length = len(tokens)
+
+
+def check_keep(index: KeyIndex, call: str) -> None:
+    """InvalidArgumentError where keys are those of several tokens."""
+    if index._config.ratio > 1:
+        raise InvalidArgumentError(
+            f"{call} takes tokens out, and an index has a key for {index._config.ratio} of them"
+        )
+
+
+def hold(index: KeyIndex, arrays: Mapping[str, np.ndarray]) -> None:
+    """As :meth:`KeyIndex.put_arrays`, of one that belongs to a cache too."""
+    length = int(_checked(arrays, "length", (1,), np.int64)[0])
+    if length < 0 or (index._capacity is not None and length > index._capacity):
+        raise CapacityExceededError(f"{length} tokens, and the capacity is {index._capacity}")
+    number, dim = length // index._config.ratio, index._config.head_dim
+    keys = _checked(arrays, "keys", (number, dim), _TYPES[index._config.dtype])
+    raw = _checked(arrays, "raw", (None, dim), np.float32)
+    least = length % index._config.ratio if index._config.ratio > 1 else 0
+    if not least <= len(raw) <= (length if index._config.ratio > 1 else 0):
+        raise ShapeMismatchError(f"raw has {len(raw)} tokens of {length}")
+    scales = index._scales[:0]
+    if index._config.dtype == "int8":
+        scales = _checked(arrays, "scales", (number,), np.float32)
+        if len(scales) and scales.min() < 0:
+            raise InvalidArgumentError(f"scales are at least 0, not {scales.min()}")
+    numbers = half.decode_bfloat16(keys) if index._config.dtype == "bfloat16" else keys
+    for name, array in (("keys", numbers), ("raw", raw), ("scales", scales)):
+        check_finite(array.astype(np.float32, copy=False), name)
+    index._length = length
+    index._keys = aligned_zeros(keys.shape, keys.dtype)
+    index._scales = aligned_zeros(scales.shape, np.float32)
+    index._keys[...], index._scales[...], index._raw = keys, scales, raw.copy()
 
 
 def _count(value: Any, name: str, most: int, least: int = 1) -> int:

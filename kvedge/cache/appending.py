@@ -13,7 +13,7 @@ from kvedge.errors import (
     OutOfMemoryError,
     ShapeMismatchError,
 )
-from kvedge.key_index import Finish, Prepared
+from kvedge.key_index import Finish, Prepared, prepare
 from kvedge.layer.keys import roll_back, savepoint
 from kvedge.layer.room import slide
 from kvedge.layer.store import LayerStore
@@ -49,7 +49,7 @@ def prepared_keys(
             f"layer {layer} has {has} index, and index_keys {but} given", layer=layer
         )
     n = len(checks.as_rows(keys, False, store.config, many=None, layout=layout))
-    prepared = index.prepare(index_keys, finish)
+    prepared = prepare(index, index_keys, finish)
     if prepared.stop - len(index) != n:
         raise ShapeMismatchError(
             f"index_keys are of {prepared.stop - len(index)} tokens, and keys of {n}",

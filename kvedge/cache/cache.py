@@ -51,7 +51,7 @@ from kvedge.errors import (
 from kvedge.eviction import CacheEviction, Eviction
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents
-from kvedge.key_index import Finish, KeyIndex
+from kvedge.key_index import Finish, KeyIndex, put
 from kvedge.layer import evicting
 from kvedge.layer.layer import KvLayer, store_of
 from kvedge.layer.room import slide
@@ -323,7 +323,7 @@ class KVCache(ConfigFacts):
             raise state.no_room(layer, error) from None
         stop = store.end()
         if prepared is not None:
-            state.indexes[layer].put(prepared)
+            put(state.indexes[layer], prepared)
         if start < state.high_water[layer]:
             if start == stop:
                 return

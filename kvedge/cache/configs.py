@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from kvedge import key_index
 from kvedge.core import checks
 from kvedge.core.config import MAX_LAYERS, LayerConfig
 from kvedge.core.recommended import by_name
 from kvedge.core.storage import Storage
 from kvedge.errors import InvalidArgumentError
-from kvedge.key_index import KeyIndex
 from kvedge.layer.layer import KvLayer, store_of
 from kvedge.states.layer import StateLayer, is_owned
 
@@ -102,7 +102,7 @@ def check_at_start(states: Mapping[int, StateLayer]) -> None:
 
 def indexes_of(
     index: object, num_layers: int, stores: Mapping[int, LayerConfig], limit: int | None
-) -> dict[int, KeyIndex]:
+) -> dict[int, key_index.KeyIndex]:
     """The index of each layer that has one, of what a KVCache is told.
 
     Parameters
@@ -127,15 +127,15 @@ def indexes_of(
         own = _sequence(index, "index", "mappings, KeyIndex or None, or a mapping for all layers")
     if len(own) != num_layers:
         raise InvalidArgumentError(f"index must be one for each of {num_layers}, not {len(own)}")
-    indexes: dict[int, KeyIndex] = {}
+    indexes: dict[int, key_index.KeyIndex] = {}
     for number, options in enumerate(own):
         if options is None:
             continue
         if number not in stores or stores[number].window is not None:
             has = "a state" if number not in stores else "a window"
             raise InvalidArgumentError(f"index is given for layer {number}, which has {has}")
-        if isinstance(options, KeyIndex):
-            if options.is_owned or any(options is other for other in indexes.values()):
+        if isinstance(options, key_index.KeyIndex):
+            if key_index.is_owned(options) or any(options is other for other in indexes.values()):
                 raise InvalidArgumentError(f"the index of layer {number} belongs to another layer")
             indexes[number] = options
             continue
@@ -145,7 +145,7 @@ def indexes_of(
                 f"{checks.describe(options)}"
             )
         try:
-            indexes[number] = KeyIndex(limit, **options)
+            indexes[number] = key_index.KeyIndex(limit, **options)
         except TypeError as error:
             raise InvalidArgumentError(f"index of layer {number}: {error}") from None
     return indexes

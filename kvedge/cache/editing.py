@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvedge import key_index
 from kvedge.cache.state import CacheState
 from kvedge.core import checks
 from kvedge.errors import InvalidArgumentError
@@ -35,7 +36,7 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
     state.refuse_pending("keep()")
     state.refuse_evicted("keep()")
     for index in state.indexes.values():
-        index.check_keep("keep()")
+        key_index.check_keep(index, "keep()")
     for store in state.stores:
         checks.check_whole(store.config, store.view(), "keep()")
     moved = np.flatnonzero(positions != np.arange(len(positions)))
@@ -44,7 +45,7 @@ def keep(state: CacheState, positions: np.ndarray) -> None:
         return
     editing.keep(state.stores, positions)
     for index in state.indexes.values():
-        index.keep(positions)
+        key_index.keep(index, positions)
     state.overwrites.add(int(moved[0]))
     state.high_water = [len(positions)] * state.num_layers
     state.length = len(positions)
@@ -56,9 +57,9 @@ def evict(state: CacheState, index: int, indices: np.ndarray) -> None:
     assert store is not None  # the caller has looked
     if indices.shape[-1] == len(store):
         return
-    key_index = state.indexes.get(index)
-    if key_index is not None:
-        key_index.check_keep("evict()")
+    of_layer = state.indexes.get(index)
+    if of_layer is not None:
+        key_index.check_keep(of_layer, "evict()")
         if indices.ndim > 1:
             raise InvalidArgumentError(
                 f"evict() takes one list for all KV heads where layer {index} has an index"
@@ -67,8 +68,8 @@ def evict(state: CacheState, index: int, indices: np.ndarray) -> None:
     if attended is not None:
         attended.kept(store, indices)
     evicting.evict(store, indices)
-    if key_index is not None:
-        key_index.keep(indices)
+    if of_layer is not None:
+        key_index.keep(of_layer, indices)
     state.has_evicted = True
     state.overwrites.add(0)
     state.high_water[index] = store.end()

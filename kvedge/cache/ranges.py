@@ -20,6 +20,7 @@ from kvedge.errors import (
     ShapeMismatchError,
 )
 from kvedge.files.contents import CacheContents
+from kvedge.key_index import hold
 from kvedge.layer.keys import store_as, whole_or_nothing
 from kvedge.layer.parts import joined, parts_of_range, put
 from kvedge.layer.reading import read_blocks, read_sides, turned_back
@@ -39,7 +40,7 @@ def extract(state: CacheState, start: int = 0, stop: int | None = None) -> Cache
         extracted = extract(state, 0, 0)
         _store_anew(extracted, state, start, stop)
         for index, arrays in zip(extracted.indexes.values(), contents.indexes, strict=True):
-            index.hold(arrays)
+            hold(index, arrays)
         return extracted
     layers = []
     for layer, config in zip(contents.layers, contents.format.layers, strict=True):

@@ -13,7 +13,7 @@ from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, StaleSnapshotError
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents, CacheFormat
-from kvedge.key_index import IndexMoment
+from kvedge.key_index import IndexMoment, go_to
 from kvedge.layer.room import keeps
 from kvedge.states.layer import StateLayer
 
@@ -283,7 +283,7 @@ def restore(state: CacheState, snapshot: object) -> None:
     state.set_length(snapshot._length)
     state.put_states(snapshot._states)
     for (_, index), moment in zip(sorted(state.indexes.items()), snapshot._moments, strict=True):
-        index.go_to(moment)
+        go_to(index, moment)
 
 
 def _holding(contents: CacheContents) -> CacheState:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
+from kvedge import key_index
 from kvedge.cache.overwrites import OverwriteLog
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import MAX_CAPACITY, LayerConfig
@@ -98,7 +99,7 @@ class CacheState:
         self._hold(layers)
         self.indexes = dict(indexes or {})
         for index in self.indexes.values():
-            index.own()
+            key_index.own(index)
         numbers = [i for i, layer in enumerate(layers) if isinstance(layer, StateLayer)]
         self.format = CacheFormat.of(
             (store.config for store in self.stores),
@@ -172,7 +173,9 @@ class CacheState:
         states = {number: empty_state(config) for number, config in form.states}
         offset: Literal["auto"] | None = "auto" if key_rule.auto_offset else None
         scale: Literal["auto"] | None = "auto" if key_rule.auto_scale else None
-        indexes = {number: KeyIndex.of(config, max_seq_len) for number, config in form.indexes}
+        indexes = {
+            number: key_index.new_index(config, max_seq_len) for number, config in form.indexes
+        }
         return cls.new(form.layers, max_seq_len, offset, scale, metadata, tokens, states, indexes)
 
     @classmethod
@@ -284,7 +287,8 @@ class CacheState:
                 store.evicted_at, store.turns = 0, None
         self.length = length
         for number, keys_of in self.indexes.items():
-            keys_of.go_to(keys_of.moment(min(len(keys_of), self._tokens_at(number, length))))
+            n = min(len(keys_of), self._tokens_at(number, length))
+            key_index.go_to(keys_of, key_index.moment_of(keys_of, n))
 
     def forget_bytes(self) -> None:
         """Note that no byte stands for a position any more, and that layers begin anew."""
@@ -316,7 +320,7 @@ class CacheState:
                     f"{store.view().num_dropped}"
                 )
         for number, keys_of in self.indexes.items():
-            keys_of.moment(self._tokens_at(number, length))
+            key_index.moment_of(keys_of, self._tokens_at(number, length))
 
     def refuse_pending(self, call: str) -> None:
         """LayersOutOfStepError if some layer has pending tokens, for a call that needs none."""
@@ -400,7 +404,7 @@ class CacheState:
     def moments(self, upto: int | None = None) -> list[IndexMoment]:
         """Where each index stands, or stood at a position."""
         return [
-            index.moment(None if upto is None else self._tokens_at(number, upto))
+            key_index.moment_of(index, None if upto is None else self._tokens_at(number, upto))
             for number, index in sorted(self.indexes.items())
         ]
 
@@ -431,7 +435,7 @@ class CacheState:
         )
         self.put_states(contents.states)
         for number, of_index in zip(sorted(self.indexes), contents.indexes, strict=True):
-            self.indexes[number].hold(of_index)
+            key_index.hold(self.indexes[number], of_index)
 
     def put_states(self, states: Sequence[StateLayer]) -> None:
         """Let the states be as others of the same format are."""

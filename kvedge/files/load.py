@@ -44,7 +44,7 @@ from kvedge.files.header import (
     read_into,
 )
 from kvedge.files.tensors import check_numbers, have_scales
-from kvedge.key_index import IndexConfig, KeyIndex
+from kvedge.key_index import IndexConfig, KeyIndex, hold
 from kvedge.layer.parts import (
     PartContents,
     config_of_today,
@@ -310,7 +310,7 @@ def _put_indexes(
         before = sum(state < number for state, _ in described.form.states)
         own["length"] = np.array([described.tokens[number - before]], np.int64)
         try:
-            cache.indexes[number].hold(own)
+            hold(cache.indexes[number], own)
         except KvedgeError as error:
             corrupt(f"the index of layer {number}: {error}", error)
     if tensors.keys() - wanted:
