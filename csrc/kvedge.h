@@ -692,8 +692,11 @@ typedef struct {
       format; /* KVEDGE_FLOAT32, KVEDGE_BFLOAT16 or KVEDGE_INT8, whose keys are rotated by a Hadamard matrix */
   int head_dim;
   int64_t num_keys;
-  const void *keys;    /* [num_keys][head_dim] as kvedge_index_encode writes them */
-  const float *scales; /* [num_keys] of KVEDGE_INT8; else NULL */
+  const void *keys;      /* [num_keys][head_dim] as kvedge_index_encode writes them */
+  const float *scales;   /* [num_keys] of KVEDGE_INT8; else NULL */
+  const int32_t *blocks; /* NULL, or where keys lie in blocks: key j is row blocks[j / keys_of_block] * keys_of_block +
+                          * j % keys_of_block of `keys` and `scales` */
+  int64_t keys_of_block;
 } kvedge_index_keys;
 
 /* Magnitudes of keys are at most this, so that all products are finite. */

@@ -328,6 +328,8 @@ cdef extern from "kvedge.h" nogil:
         int64_t num_keys
         const void *keys
         const float *scales
+        const int32_t *blocks
+        int64_t keys_of_block
 
     kvedge_status kvedge_index_encode(
         kvedge_format format, int head_dim, const float *keys, int64_t num_keys, void *to, float *scales)

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from kvedge.core import hadamard, half
-from kvedge.core.checks import (
-    as_float,
-    as_float32,
-    as_int,
-    check_drop,
-    check_finite,
-    check_length,
+from kvedge.core.checks import as_int, check_drop, check_finite, check_length
+from kvedge.core.index_keys import (
+    INDEX_TYPES,
+    Finish,
+    IndexConfig,
+    IndexDtype,
+    IndexMoment,
+    Prepared,
+    StoredKeys,
+    as_count,
+    moment_at,
+    prepared,
+    select,
 )
-from kvedge.core.config import one_of
 from kvedge.core.memory import aligned_zeros
-from kvedge.core.options import as_num_threads
 from kvedge.core.registry import active
-from kvedge.core.selection import Selection
 from kvedge.core.types import Array
 from kvedge.errors import (
     CapacityExceededError,
     InvalidArgumentError,
-    PositionOutOfRangeError,
     ReadOnlyLayerError,
-    ScaleRangeError,
     ShapeMismatchError,
 )
 
 __all__ = [
-    "Finish",
-    "IndexConfig",
-    "IndexDtype",
-    "IndexMoment",
     "KeyIndex",
-    "Prepared",
     "check_keep",
     "go_to",
     "hold",
@@ -51,51 +46,7 @@ __all__ = [
     "put",
 ]
 
-IndexDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
-#: Makes keys of means (m, head_dim) of whole blocks and positions (m,) of their first tokens.
-Finish: TypeAlias = "Callable[[np.ndarray, np.ndarray], Array]"
-
-_TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
-_MAX_DIM = 1024
 _LEAST_ROOM = 64
-_LARGEST = 2.0**40  # KVEDGE_INDEX_LARGEST: so that all products are finite
-
-
-@dataclass(frozen=True)
-class IndexConfig:
-    """What must be equal for the bytes of one index to mean the same in another."""
-
-    head_dim: int
-    ratio: int = 1
-    dtype: IndexDtype = "int8"
-    raw_tokens: int | None = 64
-
-    def __post_init__(self) -> None:
-        """Check all fields; InvalidArgumentError."""
-        _count(self.head_dim, "head_dim", _MAX_DIM)
-        _count(self.ratio, "ratio", 1 << 16)
-        if self.raw_tokens is not None and as_int(self.raw_tokens, "raw_tokens") < 0:
-            raise InvalidArgumentError(f"raw_tokens must be at least 0, not {self.raw_tokens}")
-        one_of(self.dtype, "dtype", get_args(IndexDtype))
-
-    def __str__(self) -> str:
-        ratio = f" of {self.ratio} tokens" if self.ratio > 1 else ""
-        return f"an index of {self.head_dim} channels, {self.dtype}{ratio}"
-
-
-class IndexMoment(NamedTuple):
-    """Where an index stands, with what appending behind it needs besides its keys."""
-
-    length: int
-    raw: np.ndarray  # float32 (tokens, head_dim)
-
-
-class Prepared(NamedTuple):
-    """Index keys that are checked, and have room."""
-
-    rows: np.ndarray  # keys to store
-    raw: np.ndarray  # of last tokens
-    stop: int  # tokens with them
 
 
 class KeyIndex:
@@ -147,7 +98,7 @@ class KeyIndex:
         dtype: IndexDtype = "int8",
         raw_tokens: int | None = 64,
     ) -> None:
-        self._capacity = None if capacity is None else _count(capacity, "capacity", 1 << 40)
+        self._capacity = None if capacity is None else as_count(capacity, "capacity", 1 << 40)
         self._config = IndexConfig(
             as_int(head_dim, "head_dim"),
             as_int(ratio, "ratio"),
@@ -155,10 +106,9 @@ class KeyIndex:
             None if raw_tokens is None else as_int(raw_tokens, "raw_tokens"),
         )
         self._owned = False
-        self._length = 0
-        self._keys = aligned_zeros((0, head_dim), _TYPES[dtype])
+        self._moment = IndexMoment(0, np.empty((0, head_dim), np.float32))
+        self._keys = aligned_zeros((0, head_dim), INDEX_TYPES[dtype])
         self._scales = aligned_zeros((0,), np.float32)
-        self._raw = np.empty((0, head_dim), np.float32)  # of the last tokens
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -190,28 +140,28 @@ class KeyIndex:
     @property
     def num_keys(self) -> int:
         """Keys stored: those of whole blocks."""
-        return self._length // self._config.ratio
+        return len(self) // self._config.ratio
 
     @property
     def memory_bytes(self) -> int:
         """Bytes that keys, their scales and what stays of the last tokens take."""
-        return self._keys.nbytes + self._scales.nbytes + self._raw.nbytes
+        return self._keys.nbytes + self._scales.nbytes + self._moment.raw.nbytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of that which hold something."""
         of_key = self._keys.itemsize * self.head_dim + (4 if self.dtype == "int8" else 0)
-        return self.num_keys * of_key + self._raw.nbytes
+        return self.num_keys * of_key + self._moment.raw.nbytes
 
     def __len__(self) -> int:
         """Tokens appended."""
-        return self._length
+        return self._moment.length
 
     def __repr__(self) -> str:
         ratio = f", ratio={self.ratio}" if self.ratio > 1 else ""
         return (
             f"KeyIndex({self._capacity}, {self.head_dim}{ratio}, dtype={self.dtype!r}): "
-            f"{self._length} tokens, {self.num_keys} keys"
+            f"{len(self)} tokens, {self.num_keys} keys"
         )
 
     def keys(self) -> np.ndarray:
@@ -255,7 +205,7 @@ class KeyIndex:
             stay (``raw_tokens``).
         """
         self._check_free("truncate()")
-        go_to(self, moment_of(self, check_length(n, self._length)))
+        go_to(self, moment_of(self, check_length(n, len(self))))
 
     def clear(self) -> None:
         """Remove all tokens."""
@@ -275,7 +225,7 @@ class KeyIndex:
         PositionOutOfRangeError, InvalidArgumentError
         """
         self._check_free("drop tokens of")
-        n = check_drop(n, self._length)
+        n = check_drop(n, len(self))
         if n % self._config.ratio:
             raise InvalidArgumentError(
                 f"n must be a multiple of ratio={self._config.ratio}, not {n}"
@@ -284,13 +234,8 @@ class KeyIndex:
         for stored in (self._keys, self._scales):
             if len(stored):
                 stored[: keys - dropped] = stored[dropped:keys].copy()
-        self._length -= n
-        self._raw = self._raw[-self._length :] if self._length else self._raw[:0]
-
-    def _raw_needed(self, length: int) -> int:
-        """Tokens whose own keys stay, of so many: `raw_tokens`, and the rest of their blocks."""
-        last, ratio = self._config.raw_tokens, self._config.ratio
-        return length if last is None else -(-last // ratio) * ratio + length % ratio
+        length, raw = len(self) - n, self._moment.raw
+        self._moment = IndexMoment(length, raw[max(0, len(raw) - length) :])
 
     def _reserve(self, stop: int) -> None:
         """Make room for so many keys."""
@@ -372,62 +317,20 @@ class KeyIndex:
             There are fewer tokens than rows, or a number is out of range.
         ShapeMismatchError, DtypeMismatchError, NonFiniteInputError
         """
-        rows = as_float32(queries, "queries", contiguous=False)
-        rows = rows[np.newaxis] if rows.ndim == 2 else rows
-        if rows.ndim != 3 or rows.shape[2] != self._config.head_dim or not rows.size:
-            raise ShapeMismatchError(
-                f"queries must be (n, num_heads, {self._config.head_dim}) or (num_heads, "
-                f"{self._config.head_dim}), not {rows.shape}"
-            )
-        check_finite(rows, "queries")
-        n, num_heads = rows.shape[:2]
-        if n > self._length:
-            raise InvalidArgumentError(
-                f"queries are of the last tokens: {n} rows, and {self._length} tokens are there"
-            )
-        factors = self._factors(weights, n, num_heads, per_head)
-        selection = Selection(
-            k=_count(k, "k", 1 << 31),
-            scale=as_float(scale, "scale"),
-            first_position=self._length - n,
-            ratio=self._config.ratio,
-            block=_count(block_size, "block_size", 1 << 20),
-            local_blocks=_count(local_blocks, "local_blocks", 1 << 31, least=0),
-            start=_count(start, "start", self._length - n, least=0),
-            per_head=bool(per_head),
+        return select(
+            self._config,
+            len(self),
+            StoredKeys(*self._stored(0, self.num_keys)),
+            queries,
+            k,
+            weights=weights,
+            scale=scale,
+            per_head=per_head,
+            block_size=block_size,
+            local_blocks=local_blocks,
+            start=start,
+            num_threads=num_threads,
         )
-        if selection.start % self._config.ratio:
-            raise InvalidArgumentError(
-                f"start must be a multiple of {self._config.ratio}, not {start}"
-            )
-        if selection.local_blocks > selection.k:
-            raise InvalidArgumentError(f"local_blocks={local_blocks} are more than k={k}")
-        threads = 0 if num_threads is None else as_num_threads(num_threads)
-        width = selection.width(self._length - 1)
-        lists = np.empty((n, num_heads if per_head else 1, width), np.int32)
-        queries = np.ascontiguousarray(rows)
-        stored = self._stored(0, self.num_keys)
-        active("index_select")(
-            self._config.dtype, *stored, queries, factors, selection, lists, threads
-        )
-        return lists if per_head else lists[:, 0]
-
-    @staticmethod
-    def _factors(weights: Any, n: int, num_heads: int, per_head: bool) -> np.ndarray | None:
-        if weights is None:
-            return None
-        if per_head:
-            raise InvalidArgumentError("per_head takes no weights: each head chooses by itself")
-        factors = as_float32(weights, "weights", contiguous=False)
-        factors = factors[np.newaxis] if factors.ndim == 1 else factors
-        if factors.shape != (n, num_heads):
-            raise ShapeMismatchError(
-                f"weights must be ({n}, {num_heads}), not {factors.shape}",
-                expected=(n, num_heads),
-                got=factors.shape,
-            )
-        check_finite(factors, "weights")
-        return np.ascontiguousarray(factors)
 
     # ---- copies and bytes ------------------------------------------------------------------------
 
@@ -497,69 +400,28 @@ def own(index: KeyIndex) -> None:
     index._owned = True
 
 
-def prepare(index: KeyIndex, keys: Array, finish: Finish | None = None) -> Prepared:
+def prepare(index: KeyIndex, keys: Array, finish: Finish | None) -> Prepared:
     """Check what :meth:`KeyIndex.append` is given, and make room; nothing is stored."""
-    rows = as_float32(keys, "keys", contiguous=False)
-    rows = rows[np.newaxis] if rows.ndim == 1 else rows
-    dim = index._config.head_dim
-    if rows.ndim != 2 or rows.shape[1] != dim:
-        raise ShapeMismatchError(
-            f"keys must be (n, {dim}) or ({dim},), not {rows.shape}",
-            expected=("n", dim),
-            got=rows.shape,
-        )
-    check_finite(rows, "keys")
-    stop = index._length + len(rows)
-    if index._capacity is not None and stop > index._capacity:
-        raise CapacityExceededError(
-            f"{len(rows)} tokens more than {index._length} are {stop}, and the capacity is "
-            f"{index._capacity}",
-            expected=index._capacity,
-            got=stop,
-        )
-    raw = rows
-    if index._config.ratio > 1:
-        raw = np.concatenate([index._raw, rows])
-        behind = index._length % index._config.ratio + len(rows)  # tokens without a key yet
-        pending = raw[len(raw) - behind :][: behind // index._config.ratio * index._config.ratio]
-        rows = pending.reshape(-1, index._config.ratio, index._config.head_dim).mean(1)
-    if finish is not None and len(rows):
-        firsts = (index.num_keys + np.arange(len(rows))) * index._config.ratio
-        shape = rows.shape
-        rows = as_float32(finish(rows, firsts), "finish(keys)", shape=shape, contiguous=False)
-        check_finite(rows, "finish(keys)")
-    if rows.size and np.abs(rows).max() > _LARGEST:
-        raise ScaleRangeError(f"keys hold {np.abs(rows).max():.6g}, above {_LARGEST:.6g}")
-    index._reserve(index.num_keys + len(rows))
-    left = raw[:0]
-    if index._config.ratio > 1:
-        needed = min(index._raw_needed(stop), len(raw))
-        left = raw[len(raw) - needed :].copy()
-    return Prepared(np.ascontiguousarray(rows), left, stop)
+    new = prepared(index._config, index._moment, keys, finish, index._capacity)
+    index._reserve(index.num_keys + len(new.rows))
+    return new
 
 
-def put(index: KeyIndex, prepared: Prepared) -> None:
+def put(index: KeyIndex, new: Prepared) -> None:
     """Store what was prepared."""
-    codes, scales = index._stored(index.num_keys, index.num_keys + len(prepared.rows))
-    active("index_encode")(index._config.dtype, prepared.rows, codes, scales)
-    index._length, index._raw = prepared.stop, prepared.raw
+    codes, scales = index._stored(index.num_keys, index.num_keys + len(new.rows))
+    active("index_encode")(index._config.dtype, new.rows, codes, scales)
+    index._moment = new.moment
 
 
 def moment_of(index: KeyIndex, n: int | None = None) -> IndexMoment:
     """Where it stands, or stood when it had `n` tokens; raises as :meth:`KeyIndex.truncate`."""
-    n = index._length if n is None else n
-    first, ratio = index._length - len(index._raw), index._config.ratio
-    if n % ratio and n - n % ratio < first:
-        raise PositionOutOfRangeError(
-            f"token {n} is within a block of {ratio}, and of tokens before {first} only whole "
-            "blocks are stored: give raw_tokens=None, or a multiple"
-        )
-    return IndexMoment(n, index._raw[: max(0, n - first)])
+    return index._moment if n is None else moment_at(index._config, index._moment, n)
 
 
 def go_to(index: KeyIndex, moment: IndexMoment) -> None:
     """Go back, or forward again where nothing was appended meanwhile."""
-    index._length, index._raw = moment
+    index._moment = moment
 
 
 def keep(index: KeyIndex, tokens: np.ndarray) -> None:
@@ -568,7 +430,7 @@ def keep(index: KeyIndex, tokens: np.ndarray) -> None:
     for stored in (index._keys, index._scales):
         if len(stored):
             stored[: len(tokens)] = stored[tokens]
-    index._length = len(tokens)
+    index._moment = index._moment._replace(length=len(tokens))
 
 
 def check_keep(index: KeyIndex, call: str) -> None:
@@ -585,7 +447,7 @@ def hold(index: KeyIndex, arrays: Mapping[str, np.ndarray]) -> None:
     if length < 0 or (index._capacity is not None and length > index._capacity):
         raise CapacityExceededError(f"{length} tokens, and the capacity is {index._capacity}")
     number, dim = length // index._config.ratio, index._config.head_dim
-    keys = _checked(arrays, "keys", (number, dim), _TYPES[index._config.dtype])
+    keys = _checked(arrays, "keys", (number, dim), INDEX_TYPES[index._config.dtype])
     raw = _checked(arrays, "raw", (None, dim), np.float32)
     least = length % index._config.ratio if index._config.ratio > 1 else 0
     if not least <= len(raw) <= (length if index._config.ratio > 1 else 0):
@@ -598,21 +460,10 @@ def hold(index: KeyIndex, arrays: Mapping[str, np.ndarray]) -> None:
     numbers = half.decode_bfloat16(keys) if index._config.dtype == "bfloat16" else keys
     for name, array in (("keys", numbers), ("raw", raw), ("scales", scales)):
         check_finite(array.astype(np.float32, copy=False), name)
-    index._length = length
+    index._moment = IndexMoment(length, raw.copy())
     index._keys = aligned_zeros(keys.shape, keys.dtype)
     index._scales = aligned_zeros(scales.shape, np.float32)
-    index._keys[...], index._scales[...], index._raw = keys, scales, raw.copy()
-
-
-def _count(value: Any, name: str, most: int, least: int = 1) -> int:
-    number = as_int(value, name)
-    if not least <= number <= most:
-        raise InvalidArgumentError(
-            f"{name} must be from {least} to {most}, not {number}",
-            expected=range(least, most + 1),
-            got=number,
-        )
-    return number
+    index._keys[...], index._scales[...] = keys, scales
 
 
 def _checked(arrays: Mapping[str, np.ndarray], name: str, shape: Any, dtype: Any) -> np.ndarray:

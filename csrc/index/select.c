@@ -35,6 +35,8 @@ typedef struct {
   float query_scale[KVEDGE_QUERY_ROWS], factor[KVEDGE_QUERY_ROWS];
   int32_t offsets[KVEDGE_QUERY_ROWS * 4];
   _Alignas(64) float decoded[KVEDGE_BLOCK * KVEDGE_MAX_HEAD_DIM];
+  _Alignas(
+      64) char gathered[KVEDGE_TILE * KVEDGE_MAX_HEAD_DIM * sizeof(float)]; /* of keys in blocks; else not touched */
 } scan_memory;
 
 /* Rows that are scanned together. */
@@ -82,13 +84,31 @@ static void prepare_query(const scan *s, int64_t row, int head, int at, scan_mem
   for (int d = 0; d < pad; d++) values[d] = d < dim ? x[d] * inverse : 0.0f;
 }
 
+/* The keys first..first+num_keys-1, side by side; and `scales`, if there are any, in m->scales. */
+static const char *rows_of(const scan *s, int64_t first, int num_keys, ptrdiff_t row_bytes, scan_memory *m) {
+  const kvedge_index_keys *keys = s->keys;
+  const char *rows = keys->keys;
+  for (int i = 0, n; i < num_keys; i += n) { /* pieces that lie together */
+    int64_t key = first + i;
+    n = num_keys;
+    if (keys->blocks) {
+      const int64_t block = key / keys->keys_of_block, at = key % keys->keys_of_block, left = keys->keys_of_block - at;
+      key = keys->blocks[block] * keys->keys_of_block + at;
+      n = left < num_keys - i ? (int)left : num_keys - i;
+      memcpy(m->gathered + i * row_bytes, rows + key * row_bytes, (size_t)(n * row_bytes));
+    }
+    if (keys->scales) memcpy(m->scales + i, keys->scales + key, (size_t)n * sizeof *m->scales);
+  }
+  return keys->blocks ? m->gathered : rows + first * row_bytes;
+}
+
 /* Products of the first `count` prepared queries with keys first..first+num_keys-1, at most a tile. */
 static void multiply_tile(const scan *s, int64_t first, int num_keys, int count, scan_memory *m) {
   const kvedge_index_keys *keys = s->keys;
   const kvedge_format_info *format = kvedge_format_of(keys->format);
   const ptrdiff_t row_bytes = (ptrdiff_t)keys->head_dim * format->bits / 8,
                   pad = kvedge_padded_channels(keys->head_dim);
-  const char *blocks[KVEDGE_TILE_BLOCKS], *rows = (const char *)keys->keys + first * row_bytes;
+  const char *blocks[KVEDGE_TILE_BLOCKS], *rows = rows_of(s, first, num_keys, row_bytes, m);
   const kvedge_row_shape shape = kvedge_row_shape_of(format, keys->head_dim, keys->head_dim, KVEDGE_SCALE_FLOAT32);
   for (int b = 0; b * KVEDGE_BLOCK < num_keys; b++) blocks[b] = rows + b * KVEDGE_BLOCK * row_bytes;
   kvedge_tile tile = {.blocks = blocks,
@@ -98,7 +118,6 @@ static void multiply_tile(const scan *s, int64_t first, int num_keys, int count,
                       .factor = 1.0f,
                       .bits = format->bits};
   if (keys->scales) {
-    memcpy(m->scales, keys->scales + first, (size_t)num_keys * sizeof *m->scales);
     for (int t = num_keys; t % KVEDGE_BLOCK; t++) m->scales[t] = 0.0f;
     tile.scales = m->scales;
   }
@@ -251,6 +270,7 @@ static int call_is_valid(const kvedge_index_keys *keys, const kvedge_index_call 
   if (!keys || !call || !call->query || !call->tokens) return 0;
   if (keys->format != KVEDGE_INT8 && keys->format != KVEDGE_BFLOAT16 && keys->format != KVEDGE_FLOAT32) return 0;
   if (keys->head_dim < 1 || keys->head_dim > KVEDGE_MAX_HEAD_DIM || keys->num_keys < 0) return 0;
+  if (keys->blocks && keys->keys_of_block < 1) return 0;
   if ((keys->num_keys > 0 && !keys->keys) || (keys->format == KVEDGE_INT8) != (keys->scales != NULL)) return 0;
   if (call->num_rows < 1 || call->num_heads < 1 || call->num_heads > MAX_HEADS || !isfinite(call->scale)) return 0;
   if (call->k < 1 || call->ratio < 1 || call->block < 1 || call->local_blocks < 0 || call->start < 0) return 0;

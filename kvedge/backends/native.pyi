@@ -58,6 +58,9 @@ def index_select(
     selection: Any,
     lists: Any,
     num_threads: int,
+    table: Any = ...,
+    keys_of_block: int = ...,
+    num_keys: int | None = ...,
 ) -> None: ...
 
 class LayerStore(_LayerStore, Protocol): ...

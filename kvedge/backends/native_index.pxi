@@ -20,7 +20,10 @@ def index_encode(str dtype, rows, codes, scales):
         cnp.PyArray_DATA(<cnp.ndarray>codes), NULL if scales is None else _floats(scales)))
 
 
-def index_select(str dtype, codes, scales, queries, weights, selection, lists, int num_threads):
+def index_select(
+    str dtype, codes, scales, queries, weights, selection, lists, int num_threads, table=None,
+    int64_t keys_of_block=0, num_keys=None,
+):
     """Write the tokens that each row reads to `lists`; all arrays are C-contiguous."""
     cdef cnp.ndarray stored = codes
     cdef cnp.ndarray rows = queries
@@ -30,6 +33,10 @@ def index_select(str dtype, codes, scales, queries, weights, selection, lists, i
     keys.format, keys.head_dim, keys.num_keys = _index_format(dtype), <int>stored.shape[1], stored.shape[0]
     keys.keys = cnp.PyArray_DATA(stored)
     keys.scales = NULL if scales is None else _floats(scales)
+    keys.blocks = NULL if table is None else <int32_t *>cnp.PyArray_DATA(<cnp.ndarray>table)
+    keys.keys_of_block = keys_of_block
+    if num_keys is not None:
+        keys.num_keys = num_keys
     call.query, call.weights = _floats(rows), NULL if weights is None else _floats(weights)
     call.num_rows, call.num_heads, call.per_head = rows.shape[0], <int>rows.shape[1], selection.per_head
     call.scale, call.first_position, call.k = selection.scale, selection.first_position, selection.k

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvedge.cache.state import CacheState
 from kvedge.core import checks, memory
+from kvedge.core.index_keys import Finish, Prepared
 from kvedge.core.types import Array, Layout
 from kvedge.errors import (
     CapacityExceededError,
@@ -13,7 +14,7 @@ from kvedge.errors import (
     OutOfMemoryError,
     ShapeMismatchError,
 )
-from kvedge.key_index import Finish, Prepared, prepare
+from kvedge.key_index import prepare
 from kvedge.layer.keys import roll_back, savepoint
 from kvedge.layer.room import slide
 from kvedge.layer.store import LayerStore
@@ -50,11 +51,11 @@ def prepared_keys(
         )
     n = len(checks.as_rows(keys, False, store.config, many=None, layout=layout))
     prepared = prepare(index, index_keys, finish)
-    if prepared.stop - len(index) != n:
+    if prepared.moment.length - len(index) != n:
         raise ShapeMismatchError(
-            f"index_keys are of {prepared.stop - len(index)} tokens, and keys of {n}",
+            f"index_keys are of {prepared.moment.length - len(index)} tokens, and keys of {n}",
             expected=n,
-            got=prepared.stop - len(index),
+            got=prepared.moment.length - len(index),
         )
     return prepared
 

@@ -29,6 +29,7 @@ from kvedge.cache.snapshot import KvCacheSnapshot
 from kvedge.cache.state import CacheState
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import ConfigFacts, LayerConfig
+from kvedge.core.index_keys import Finish
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.core.options import AttendArguments, EitherArguments, LseArguments, shows_options
@@ -51,7 +52,7 @@ from kvedge.errors import (
 from kvedge.eviction import CacheEviction, Eviction
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents
-from kvedge.key_index import Finish, KeyIndex, put
+from kvedge.key_index import KeyIndex, put
 from kvedge.layer import evicting
 from kvedge.layer.layer import KvLayer, store_of
 from kvedge.layer.room import slide

@@ -8,12 +8,13 @@ import numpy as np
 
 from kvedge.cache.state import CacheState, layer_names
 from kvedge.core import checks
+from kvedge.core.index_keys import IndexMoment
 from kvedge.core.key_map import KeyRule
 from kvedge.core.memory import memory_for
 from kvedge.errors import InvalidArgumentError, LayersOutOfStepError, StaleSnapshotError
 from kvedge.files import load, session
 from kvedge.files.contents import CacheContents, CacheFormat
-from kvedge.key_index import IndexMoment, go_to
+from kvedge.key_index import go_to
 from kvedge.layer.room import keeps
 from kvedge.states.layer import StateLayer
 

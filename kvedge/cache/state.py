@@ -12,6 +12,7 @@ from kvedge import key_index
 from kvedge.cache.overwrites import OverwriteLog
 from kvedge.core import checks, memory, registry
 from kvedge.core.config import MAX_CAPACITY, LayerConfig
+from kvedge.core.index_keys import IndexMoment
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.types import KeyVectors
 from kvedge.errors import (
@@ -23,7 +24,7 @@ from kvedge.errors import (
 )
 from kvedge.eviction import CacheEviction
 from kvedge.files.contents import CacheContents, CacheFormat, LayerContents
-from kvedge.key_index import IndexMoment, KeyIndex
+from kvedge.key_index import KeyIndex
 from kvedge.layer import keys
 from kvedge.layer.layer import KvLayer, new_layer, store_of
 from kvedge.layer.parts import PartContents, contents_of, parts_of_contents

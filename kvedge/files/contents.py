@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvedge.core.config import LayerConfig
+from kvedge.core.index_keys import IndexConfig
 from kvedge.core.key_map import KeyMap
 from kvedge.core.pickled import PickledByFields
-from kvedge.key_index import IndexConfig
 from kvedge.layer.parts import PartContents, config_of_today, parts_of_today
 from kvedge.rope import Turns
 from kvedge.states.layer import StateConfig, StateLayer

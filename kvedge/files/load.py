@@ -21,6 +21,7 @@ import numpy as np
 from kvedge.core import checks, memory
 from kvedge.core.config import MAX_CAPACITY, MAX_LAYERS, LayerConfig
 from kvedge.core.formats import FORMATS, IN_RUNS
+from kvedge.core.index_keys import IndexConfig
 from kvedge.core.key_map import KeyMap, KeyRule
 from kvedge.core.kivi import RUN
 from kvedge.core.storage import KEY_VECTORS, PART_OPTIONS
@@ -44,7 +45,7 @@ from kvedge.files.header import (
     read_into,
 )
 from kvedge.files.tensors import check_numbers, have_scales
-from kvedge.key_index import IndexConfig, KeyIndex, hold
+from kvedge.key_index import KeyIndex, hold
 from kvedge.layer.parts import (
     PartContents,
     config_of_today,

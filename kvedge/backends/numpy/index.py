@@ -38,6 +38,9 @@ def index_select(
     selection: Selection,
     lists: np.ndarray,
     num_threads: int,
+    table: np.ndarray | None = None,
+    keys_of_block: int = 0,
+    num_keys: int | None = None,
 ) -> None:
     """Write the list of each row, and head if `selection.per_head`, to `lists`.
 
@@ -58,8 +61,15 @@ def index_select(
         int32 (n, 1 or num_heads, width).
     num_threads : int
         Has no effect.
+    table : numpy.ndarray, optional
+        int32 (blocks,): codes and scales are those of blocks of `keys_of_block` keys, of which
+        these have the `num_keys`.
     """
     s = selection
+    if table is not None:
+        at = np.arange(num_keys or 0)
+        at = table[at // keys_of_block] * np.int64(keys_of_block) + at % keys_of_block
+        codes, scales = codes[at], None if scales is None else scales[at]
     keys = half.decode_bfloat16(codes) if dtype == "bfloat16" else codes
     if dtype == "int8":
         assert scales is not None
