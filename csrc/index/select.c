@@ -88,7 +88,7 @@ static void prepare_query(const scan *s, int64_t row, int head, int at, scan_mem
 static const char *rows_of(const scan *s, int64_t first, int num_keys, ptrdiff_t row_bytes, scan_memory *m) {
   const kvedge_index_keys *keys = s->keys;
   const char *rows = keys->keys;
-  for (int i = 0, n; i < num_keys; i += n) { /* pieces that lie together */
+  for (int i = 0, n; i < num_keys; i += n) { /* as many as lie together */
     int64_t key = first + i;
     n = num_keys;
     if (keys->blocks) {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvedge.core import checks
+from kvedge.core.index_keys import Finish, Prepared, prepared
 from kvedge.core.types import Array, Layout
 from kvedge.errors import (
     InvalidArgumentError,
@@ -26,7 +27,14 @@ __all__ = ["advance", "append", "reserve", "truncate"]
 
 
 def append(
-    state: PagedState, seq: int, layer: int, keys: Array, values: Array, layout: Layout
+    state: PagedState,
+    seq: int,
+    layer: int,
+    keys: Array,
+    values: Array,
+    layout: Layout,
+    index_keys: Array | None,
+    finish: Finish | None,
 ) -> None:
     """Give one layer its next tokens: all of them or none."""
     pool, sequence = state.pool, state.sequence(seq)
@@ -39,10 +47,11 @@ def append(
         raise ShapeMismatchError(
             f"keys and values must hold as many tokens: {n} against {len(value_rows)}"
         )
+    new = _prepared(pool, sequence, layer, n, index_keys, finish)
     if not n:
         return
     if pool.parts is not None:
-        _append_with_parts(pool, pool.parts, sequence, layer, key_rows, value_rows)
+        _append_with_parts(pool, pool.parts, sequence, layer, key_rows, value_rows, new)
         return
     store, start = pool.stores[layer], sequence.layer_lengths[layer]
     stop = start + n
@@ -54,7 +63,45 @@ def append(
         _append_to_new_blocks(pool, sequence, layer, num_new, block, key_rows, value_rows)
     else:
         store.write(sequence.table, pool.block_size, start, key_rows, value_rows)
+    _put_index(pool, sequence, layer, sequence.table, start, new)
     sequence.layer_lengths[layer] = stop
+
+
+def _prepared(
+    pool: PoolState,
+    sequence: SequenceState,
+    layer: int,
+    n: int,
+    index_keys: Array | None,
+    finish: Finish | None,
+) -> Prepared | None:
+    """The index keys of `n` tokens to append, checked; None: the pool has no index."""
+    index, moments = pool.index, sequence.moments
+    if index is None or moments is None or index_keys is None:
+        if index is None and index_keys is None and finish is None:
+            return None
+        has, but = ("no", "are") if index is None else ("an", "are not")
+        raise InvalidArgumentError(f"the pool has {has} index, and index_keys {but} given")
+    new = prepared(index.config, moments[layer], index_keys, finish)
+    if new.moment.length - moments[layer].length != n:
+        raise ShapeMismatchError(
+            f"index_keys are of {new.moment.length - moments[layer].length} tokens, and keys of {n}"
+        )
+    return new
+
+
+def _put_index(
+    pool: PoolState,
+    sequence: SequenceState,
+    layer: int,
+    table: np.ndarray,
+    start: int,
+    new: Prepared | None,
+) -> None:
+    """Store index keys in blocks that may be written to."""
+    if new is not None and pool.index is not None and sequence.moments is not None:
+        pool.index.write(layer, table, start, new)
+        sequence.moments[layer] = new.moment
 
 
 def _append_to_new_blocks(
@@ -92,6 +139,7 @@ def _append_with_parts(
     layer: int,
     keys: np.ndarray,
     values: np.ndarray,
+    new: Prepared | None,
 ) -> None:
     """Append to a layer whose first and last tokens lie in blocks of another format too."""
     table, contents = sequence.table, sequence.contents
@@ -101,9 +149,9 @@ def _append_with_parts(
     parts.refuse(keys, values, store.key_map)
     plan = parts.plan(contents, layer, len(keys))
     # Runs are written once they are full, from the first of their tokens on.
-    writes = plan.writes_run or not in_runs
+    writes = plan.writes_run or not in_runs or new is not None
     is_cut = plan.before.since[layer] > plan.cut  # tokens of the run are read in the pool
-    token = plan.cut if is_cut else plan.start
+    token = plan.cut if is_cut and plan.writes_run else plan.start
     block = _unwritable(pool, sequence, layer, plan.start, token) if writes else None
     num_new = max(0, pool.blocks_for(plan.stop) - len(table))
     if plan.start == sequence.resumed:
@@ -112,6 +160,7 @@ def _append_with_parts(
         parts.write(plan, plan.before.table, layer, rows, None)
         if not in_runs:
             store.write(table, pool.block_size, plan.start, *rows)
+        _put_index(pool, sequence, layer, table, plan.start, new)
         sequence.layer_lengths[layer] = plan.stop
         return
     copied, wanted = _wanted(pool, layer, table, block, token, num_new)
@@ -134,9 +183,10 @@ def _append_with_parts(
         parts.write(plan, part_table, layer, rows, before)
         if not in_runs:
             store.write(longer, pool.block_size, plan.start, *rows)
-        elif writes:
+        elif plan.writes_run:
             for start, runs in parts.runs(layer, plan, rows, before):
                 store.write(longer, pool.block_size, start, *runs)
+        _put_index(pool, sequence, layer, longer, plan.start, new)
     except BaseException as error:
         pool.blocks.release(taken)
         parts.blocks.release(fine)
@@ -265,12 +315,13 @@ def truncate(state: PagedState, seq: int, n: int) -> None:
     pool, sequence = state.pool, state.sequence(seq)
     n = checks.check_length(n, sequence.length)
     kept, table, own_parts = pool.blocks_for(n), sequence.table, sequence.parts
+    moments = pool.moments_at(sequence, n)
     if pool.parts is None or own_parts is None:
-        sequence.go_to(pool.num_layers, table[:kept], n, None)
+        sequence.go_to(pool.num_layers, table[:kept], n, None, moments)
         pool.blocks.release(table[kept:])
         return
     shorter = pool.parts.shortened(own_parts, n)
-    sequence.go_to(pool.num_layers, table[:kept], n, shorter)
+    sequence.go_to(pool.num_layers, table[:kept], n, shorter, moments)
     pool.blocks.release(table[kept:])
     gone = own_parts.table[len(shorter.table) :]
     pool.parts.blocks.release(gone[gone >= 0])

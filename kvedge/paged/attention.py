@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvedge.core import arrays, checks
+from kvedge.core import arrays, checks, index_keys
 from kvedge.core.lists import check_heads
 from kvedge.core.options import AttendOptions
 from kvedge.core.types import Array, Layout
@@ -17,7 +17,23 @@ from kvedge.paged.readings import Reading
 from kvedge.paged.state import PagedState
 from kvedge.paged.store import Rows
 
-__all__ = ["attend", "attend_batch"]
+__all__ = ["attend", "attend_batch", "select"]
+
+
+def select(
+    state: PagedState, seq: int, layer: int, queries: Array, k: int, **options: Any
+) -> np.ndarray:
+    """Lists by the index of a layer of a sequence; see :meth:`kvedge.PagedKvCache.select`."""
+    pool, sequence = state.pool, state.sequence(seq)
+    layer, index = pool.checked_layer(layer), pool.index
+    if index is None:
+        raise InvalidArgumentError("the pool has no index: KvBlockPool(index=) makes one")
+    reading = state.begin(seq, sequence, layer)
+    try:
+        stored = index.stored(layer, reading.table)
+        return index_keys.select(index.config, reading.length, stored, queries, k, **options)
+    finally:
+        pool.readings.end(reading)
 
 
 def attend(

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvedge.cache.cache import KVCache
 from kvedge.core import checks, registry
+from kvedge.core.index_keys import Finish
 from kvedge.core.kivi import RUN
 from kvedge.core.options import (
     AttendArguments,
@@ -105,7 +106,9 @@ class PagedKvCache:
         """
         pool = self._state.pool
         with pool.lock:
-            return self._state.add(SequenceState(pool.num_layers, parts=pool.new_parts()))
+            return self._state.add(
+                SequenceState(pool.num_layers, parts=pool.new_parts(), moments=pool.new_moments())
+            )
 
     def fork(self, seq: int) -> int:
         """Begin a sequence with the same tokens, sharing their blocks.
@@ -128,11 +131,11 @@ class PagedKvCache:
         with state.pool.lock:
             sequence = state.sequence(seq)
             check_nothing_pending(sequence.layer_lengths, sequence.length)
+            moments = state.pool.moments_at(sequence, sequence.length)
             table, parts = state.pool.advanced_over(sequence)
             state.pool.hold(table, parts)
-            return state.add(
-                SequenceState(len(sequence.layer_lengths), table, sequence.length, parts)
-            )
+            num_layers = len(sequence.layer_lengths)
+            return state.add(SequenceState(num_layers, table, sequence.length, parts, moments))
 
     def drop(self, seq: int) -> None:
         """Forget a sequence. Blocks that nobody else holds become free.
@@ -157,7 +160,15 @@ class PagedKvCache:
     # ---- tokens in -------------------------------------------------------------------------------
 
     def append(
-        self, seq: int, layer: int, keys: Array, values: Array, *, layout: Layout = "nhd"
+        self,
+        seq: int,
+        layer: int,
+        keys: Array,
+        values: Array,
+        *,
+        layout: Layout = "nhd",
+        index_keys: Array | None = None,
+        finish: Finish | None = None,
     ) -> None:
         """Give one layer of a sequence its next token or tokens: all of them or none.
 
@@ -170,16 +181,20 @@ class PagedKvCache:
             already holds. Any strides but of the channels.
         layout : {"nhd", "hnd"}
             "hnd": several tokens come as (num_kv_heads, n, head_dim).
+        index_keys, finish
+            Of as many tokens, where the pool has an index: as of :meth:`kvedge.KeyIndex.append`.
 
         Raises
         ------
         UnknownSequenceError, LayerOutOfRangeError
+        InvalidArgumentError
+            The pool has an index and ``index_keys`` are not given, or the other way round.
         DtypeMismatchError, ShapeMismatchError, LayoutError, NonFiniteInputError, ScaleRangeError
         CapacityExceededError
             The pool has too few free blocks.
         """
         with self._state.pool.lock:
-            appending.append(self._state, seq, layer, keys, values, layout)
+            appending.append(self._state, seq, layer, keys, values, layout, index_keys, finish)
 
     def reserve(self, seq: int, n: int) -> None:
         """Take the blocks that `n` more tokens of a sequence need, so that appending finds room.
@@ -267,6 +282,29 @@ class PagedKvCache:
         return attention.attend(self._state, seq, layer, query, **options)
 
     @shows_options
+    def select(self, seq: int, layer: int, queries: Array, k: int, **options: Any) -> np.ndarray:
+        """Choose the tokens that the last rows read, by the index of the pool.
+
+        Parameters
+        ----------
+        seq, layer : int
+        queries, k, **options
+            As of :meth:`kvedge.KeyIndex.select`.
+
+        Returns
+        -------
+        numpy.ndarray
+            int32, lists for ``attend(seq, layer, query, tokens=)``.
+
+        Raises
+        ------
+        UnknownSequenceError, LayerOutOfRangeError
+        InvalidArgumentError
+            The pool has no index; and as :meth:`kvedge.KeyIndex.select` raises.
+        ShapeMismatchError, DtypeMismatchError, NonFiniteInputError
+        """
+        return attention.select(self._state, seq, layer, queries, k, **options)
+
     def attend_batch(
         self,
         seqs: Sequence[int],
@@ -546,7 +584,9 @@ class PagedKvCache:
         pool, partial = self._state.pool, checks.as_bool(partial, "partial")
         with pool.lock:
             table, n = pool.match(ids[: max(0, len(ids) - leave)], space, partial=partial)
-            sequence = SequenceState(pool.num_layers, table, n, pool.new_parts(n))
+            sequence = SequenceState(
+                pool.num_layers, table, n, pool.new_parts(n), pool.new_moments(n)
+            )
             return self._state.add(sequence), n
 
     # ---- files -----------------------------------------------------------------------------------

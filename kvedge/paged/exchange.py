@@ -32,12 +32,19 @@ def to_cache(state: PagedState, seq: int, max_seq_len: int | None) -> KVCache:
             sequence = state.sequence(seq)
             length = sequence.length
             check_nothing_pending(sequence.layer_lengths, length)
+            moments = list(sequence.moments or ())
             for layer in range(pool.num_layers):
                 running.append(state.begin(seq, sequence, layer))
         layers = [_layer_contents(pool, layer, run) for layer, run in enumerate(running)]
+        indexes = [
+            pool.index.gather(layer, run.table, moment)
+            for layer, (run, moment) in enumerate(zip(running, moments, strict=False))
+            if pool.index is not None
+        ]
     finally:
         pool.readings.end_all(running)
-    return cache_holding(CacheContents(_format(pool), length, tuple(layers)), max_seq_len)
+    contents = CacheContents(_format(pool), length, tuple(layers), indexes=tuple(indexes))
+    return cache_holding(contents, max_seq_len)
 
 
 def from_cache(
@@ -86,13 +93,18 @@ def from_cache(
                 rows = own[2].arrays if in_runs else view.tokens
                 rows = memory.rows_of(rows, store.config, start, length)
                 store.scatter(table, pool.block_size, rows, start)
+            if pool.index is not None:
+                for layer, own_index in saved.indexes.items():
+                    first_key = start // pool.index.config.ratio
+                    pool.index.scatter(layer, table, own_index.arrays(), first_key)
         except BaseException:
             pool.blocks.release(taken)
             pool.blocks.release(first)
             if pool.parts is not None:
                 pool.parts.blocks.release(fine)
             raise
-        return state.add(SequenceState(pool.num_layers, table, length, parts))
+        moments = saved.moments() if saved.indexes else None
+        return state.add(SequenceState(pool.num_layers, table, length, parts, moments))
 
 
 def check_nothing_pending(lengths: Sequence[int], length: int) -> None:
@@ -129,4 +141,6 @@ def _contents(
 
 
 def _format(pool: PoolState) -> CacheFormat:
-    return CacheFormat.of([pool.config] * pool.num_layers)
+    config = None if pool.index is None else pool.index.config
+    indexes = [] if config is None else [(i, config) for i in range(pool.num_layers)]
+    return CacheFormat.of([pool.config] * pool.num_layers, indexes=tuple(indexes))

@@ -20,9 +20,17 @@ and left out likewise,
     since                        int64 (sequences, layers): where last tokens begin that are there
     first                        int64 (sequences,): so many first tokens are there, at most
 
+and where layers have an index (the metadata ``index`` says which, as JSON)
+
+    indexes.{i}.keys, ....scales    of each layer: (blocks * keys of a block, ...)
+    raw                          float32: what appending needs of last tokens besides (KeyIndex), of
+                                 each sequence and layer, one after the other
+    raw_tokens                   int64 (sequences, layers): how many of them
+
 How many own a block follows from the tables. ``format_version`` is 1, 2 with first and last
-tokens, 3 with runs; with ``+namespaces`` behind it the metadata ``prefix_namespaces`` is JSON, the
-namespace of each first block that has one, by the block's number as text.
+tokens, 3 with runs; behind it ``+index`` where there is one; and ``+namespaces`` where the metadata
+``prefix_namespaces`` is JSON, the namespace of each first block that has one, by the block's number
+as text.
 """
 
 from __future__ import annotations
@@ -34,8 +42,9 @@ from typing import Any
 
 import numpy as np
 
-from kvedge.core import memory
+from kvedge.core import half, memory
 from kvedge.core.formats import IN_RUNS
+from kvedge.core.index_keys import IndexConfig, IndexMoment
 from kvedge.core.kivi import RUN
 from kvedge.core.memory import Slabs
 from kvedge.errors import InvalidArgumentError, KvedgeError
@@ -43,6 +52,7 @@ from kvedge.files.header import corrupt, number_of, opened
 from kvedge.files.session import HADAMARD
 from kvedge.files.tensors import check_array, check_numbers, have_scales, read, write
 from kvedge.layer.parts import runs_end
+from kvedge.paged.index import PoolIndex, as_text
 from kvedge.paged.parts import TOKENS, PartBlocks
 from kvedge.paged.pool import KvBlockPool, state_of
 from kvedge.paged.prefixes import as_namespace
@@ -56,6 +66,7 @@ _FORMAT = "kvedge pool"
 _VERSION = "1"
 _VERSION_WITH_PARTS = "2"
 _VERSION_OF_RUNS = "3"  # in files of runs of version 2, which no release wrote, codes lay otherwise
+_INDEX = "+index"  # behind a version
 _NAMESPACES = "+namespaces"  # behind a version; no reader may take their prefixes for anyone's
 _OF_ROWS = ("num_kv_heads", "head_dim", "value_head_dim")
 _NUMBERS = ("num_blocks", "block_size", "num_layers", *_OF_ROWS)
@@ -126,6 +137,12 @@ def save(pool: PoolState, sequences: Sequence[SequenceState], path: str | os.Pat
         tensors |= tensors_of_parts
     if _is_in_runs(fields):
         fields["format_version"] = _VERSION_OF_RUNS
+    if pool.index is not None:
+        fields["format_version"] += _INDEX
+        fields["index"] = as_text(pool.index.config)
+        for sequence, table in zip(sequences, tables, strict=True):  # runs end before tokens do
+            _use(used, table, sequence.length, pool.block_size)
+        tensors |= _index_of(pool, pool.index, sequences, used)
     if namespaces:
         fields["format_version"] += _NAMESPACES
         fields["prefix_namespaces"] = json.dumps(namespaces)
@@ -198,6 +215,63 @@ def _parts_of(
     return fields, tensors
 
 
+def _index_of(
+    pool: PoolState, index: PoolIndex, sequences: Sequence[SequenceState], used: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Tensors of the index keys of blocks that are used, and of what sequences have besides."""
+    saved, of_block = np.flatnonzero(used), index.keys_of_block
+    means_something = used[saved, np.newaxis] // index.config.ratio  # so many keys
+    tensors = {}
+    for i in range(pool.num_layers):
+        for name, array in index.arrays(i).items():
+            rows = array.reshape(len(used), of_block, *array.shape[1:])[saved]
+            rows[np.arange(of_block) >= means_something] = 0
+            tensors[f"indexes.{i}.{name}"] = rows.reshape(-1, *array.shape[1:])
+    moments = [pool.moments_at(sequence, sequence.length) or [] for sequence in sequences]
+    raws = [moment.raw for of_sequence in moments for moment in of_sequence]
+    counts = [len(raw) for raw in raws]
+    tensors["raw"] = np.concatenate([np.empty((0, index.config.head_dim), np.float32), *raws])
+    tensors["raw_tokens"] = np.array(counts, np.int64).reshape(len(sequences), pool.num_layers)
+    return tensors
+
+
+def _read_index(fields: Mapping[str, str]) -> dict[str, Any]:
+    """What a file says of an index."""
+    try:
+        options = json.loads(fields["index"])
+        if as_text(IndexConfig(**options)) != fields["index"]:
+            raise ValueError("not as kvedge writes it")
+    except (KeyError, ValueError, TypeError, RecursionError, KvedgeError) as error:
+        corrupt(f"its index cannot be read: {error}", error)
+    return dict(options)
+
+
+def _load_index(
+    arrays: Mapping[str, np.ndarray], index: PoolIndex, blocks: int, lengths: np.ndarray
+) -> list[list[IndexMoment]]:
+    """Fill the blocks of an unused pool; where the indexes of each sequence stand."""
+    config, rows = index.config, blocks * index.keys_of_block
+    for i in range(len(index.codes)):
+        for name, own in index.arrays(i).items():
+            full = f"indexes.{i}.{name}"
+            array = check_array(arrays, full, own.dtype, (rows, *own.shape[1:]))
+            is_bits = own.dtype == np.uint16
+            if not np.isfinite(half.decode_bfloat16(array) if is_bits else array).all():
+                corrupt(f"tensor {full} has numbers that are not finite")
+            if name == "scales" and array.size and array.min() < 0:
+                corrupt(f"tensor {full} has a negative scale")
+            own[:rows] = array
+    counts = check_array(arrays, "raw_tokens", np.int64, (len(lengths), len(index.codes)))
+    stops = lengths[:, np.newaxis] * (config.ratio > 1)
+    if not ((counts >= lengths[:, np.newaxis] % config.ratio) & (counts <= stops)).all():
+        corrupt("its raw_tokens are not those of its sequences")
+    raw = check_array(arrays, "raw", np.float32, (int(counts.sum()), config.head_dim))
+    if not np.isfinite(raw).all():
+        corrupt("tensor raw has numbers that are not finite")
+    pieces = iter(np.split(raw, np.cumsum(counts)[:-1]) if counts.size else [])
+    return [[IndexMoment(length, next(pieces)) for _ in index.codes] for length in lengths.tolist()]
+
+
 def _is_in_runs(fields: Mapping[str, str]) -> bool:
     return any(fields.get(name) in IN_RUNS for name in ("dtype", "value_dtype"))
 
@@ -227,6 +301,9 @@ def _read(
     parts: list[SequenceParts | None] = [None] * len(tables)
     if state.parts is not None:
         parts = [*_load_parts(fields, arrays, state.parts, lengths)]
+    moments: list[list[IndexMoment] | None] = [None] * len(tables)
+    if state.index is not None:
+        moments = [*_load_index(arrays, state.index, blocks, lengths)]
     _add_prefixes(fields, arrays, state, depth)
     known = {block for block, _, _ in state.blocks.prefixes.nodes()}
     idle = _row(arrays, "idle", np.int32).tolist()
@@ -239,8 +316,10 @@ def _read(
     for store, slabs in zip(state.stores, layers, strict=True):
         store.scatter(whole, pool.block_size, slabs)
     return pool, [
-        SequenceState(pool.num_layers, table, length, own)
-        for table, length, own in zip(tables, lengths.tolist(), parts, strict=True)
+        SequenceState(pool.num_layers, table, length, own, of_index)
+        for table, length, own, of_index in zip(
+            tables, lengths.tolist(), parts, moments, strict=True
+        )
     ]
 
 
@@ -252,6 +331,8 @@ def _empty_pool(
 ) -> KvBlockPool:
     """The pool that a file describes, of as many blocks as it had or as are asked for."""
     version = fields.get("format_version", "").removesuffix(_NAMESPACES)
+    has_index = version.endswith(_INDEX)
+    version = version.removesuffix(_INDEX)
     readable = (_VERSION_OF_RUNS,) if _is_in_runs(fields) else (_VERSION, _VERSION_WITH_PARTS)
     if version not in readable:
         corrupt(f"its format_version is {version!r}, not {' or '.join(map(repr, readable))}")
@@ -279,6 +360,9 @@ def _empty_pool(
         numbers = ("recent", "sinks", "num_recent_blocks")
         options |= {name: number_of(fields, name) for name in numbers}
         options["recent_dtype"] = fields.get("recent_dtype")
+    if has_index:
+        options["index"] = _read_index(fields)
+        expected += 2 + (2 if options["index"]["dtype"] == "int8" else 1) * num_layers
     if len(arrays) != expected:
         corrupt(f"it has {len(arrays)} tensors where {expected} belong")
     if is_scaled:

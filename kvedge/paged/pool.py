@@ -8,7 +8,7 @@ stays as it is until its memory is needed, the least recently used first; it cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from kvedge.errors import (
     InvalidArgumentError,
     ShapeMismatchError,
 )
+from kvedge.paged.index import index_config
 from kvedge.paged.parts import SEQUENCES, TOKENS, blocks_of_sequence
 from kvedge.paged.prefixes import as_namespace, as_token_ids
 from kvedge.paged.state import PoolState
@@ -90,6 +91,10 @@ class KvBlockPool(ConfigFacts):
         ceil(sinks / 32) + ceil(kept / 32) + 2, kept = recent + 64 (at least 96 for runs); a few
         more while tokens are pending. By default what 64 sequences take, or num_blocks of them.
 
+    index : mapping, optional
+        All layers have an index, whose keys lie in blocks too: the arguments of
+        :class:`kvedge.KeyIndex` but its capacity; `ratio` divides `block_size`.
+
     Raises
     ------
     InvalidArgumentError, OutOfMemoryError
@@ -118,6 +123,7 @@ class KvBlockPool(ConfigFacts):
         *,
         max_pinned_blocks: int | None = None,
         num_recent_blocks: int | None = None,
+        index: Mapping[str, object] | None = None,
         **storage: Unpack[PoolArguments],
     ) -> None:
         """Make a pool of free blocks; the class tells of the parameters."""
@@ -154,7 +160,10 @@ class KvBlockPool(ConfigFacts):
                     f"max_pinned_blocks must be from 0 to {num_blocks}, not {max_pinned_blocks}"
                 )
         scales = _key_scales(key_scale, config, num_layers)
-        self._state = PoolState(config, num_blocks, block_size, scales, num_recent, max_pinned)
+        of_index = index_config(index, block_size)
+        self._state = PoolState(
+            config, num_blocks, block_size, scales, num_recent, max_pinned, of_index
+        )
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -229,7 +238,9 @@ class KvBlockPool(ConfigFacts):
     def block_bytes(self) -> int:
         """Bytes of one block in all layers, scales included."""
         of_layer = replace(self._state.stores[0].config, capacity=self.block_size)
-        return self.num_layers * memory.slab_bytes(of_layer)
+        index = self._state.index
+        of_index = 0 if index is None else index.block_bytes
+        return of_index + self.num_layers * memory.slab_bytes(of_layer)
 
     @property
     def num_recent_blocks(self) -> int:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvedge.core.index_keys import IndexMoment
+
 __all__ = ["NO_BLOCKS", "Contents", "SequenceParts", "SequenceState"]
 
 NO_BLOCKS = np.empty(0, np.int32)
@@ -44,7 +46,7 @@ class SequenceState:
     together, see :mod:`kvedge.paged.readings`.
     """
 
-    __slots__ = ("contents", "length", "resumed")
+    __slots__ = ("contents", "length", "moments", "resumed")
 
     contents: Contents | None  # None once dropped
 
@@ -54,13 +56,20 @@ class SequenceState:
         table: np.ndarray = NO_BLOCKS,
         length: int = 0,
         parts: SequenceParts | None = None,
+        moments: list[IndexMoment] | None = None,
     ) -> None:
-        self.go_to(num_layers, table, length, parts)
+        self.go_to(num_layers, table, length, parts, moments)
 
     def go_to(
-        self, num_layers: int, table: np.ndarray, length: int, parts: SequenceParts | None
+        self,
+        num_layers: int,
+        table: np.ndarray,
+        length: int,
+        parts: SequenceParts | None,
+        moments: list[IndexMoment] | None,
     ) -> None:
-        """Hold `length` tokens in these blocks, in every layer."""
+        """Hold `length` tokens in these blocks, in every layer; index keys as at `moments`."""
+        self.moments = moments  # of each layer's index; None: there are none
         self.contents = Contents(table, [length] * num_layers, parts)
         self.length = length  # tokens advanced over
         self.resumed = length  # rows from here on may have been read before, by anyone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvedge.core import checks
+from kvedge.core.index_keys import IndexMoment
 from kvedge.errors import InvalidArgumentError, StaleSnapshotError
 from kvedge.paged.sequences import SequenceParts
 from kvedge.paged.state import PagedState, PoolState
@@ -20,12 +21,13 @@ class PagedSnapshot:
     end of a ``with`` block, or its garbage collection.
     """
 
-    __slots__ = ("__weakref__", "_length", "_parts", "_pool", "_table")
+    __slots__ = ("__weakref__", "_length", "_moments", "_parts", "_pool", "_table")
 
     _length: int
     _pool: PoolState
     _table: np.ndarray | None  # None once released
     _parts: SequenceParts | None
+    _moments: list[IndexMoment] | None
 
     def __init__(self) -> None:
         """Not to be called: PagedKvCache.snapshot() makes them."""
@@ -85,12 +87,14 @@ class PagedSnapshot:
 def snapshot(state: PagedState, seq: int) -> PagedSnapshot:
     """Hold what a sequence was advanced over; the pool's lock is held."""
     sequence, pool = state.sequence(seq), state.pool
+    moments = pool.moments_at(sequence, sequence.length)
     table, parts = pool.advanced_over(sequence)
     pool.hold(table, parts)
     taken = PagedSnapshot.__new__(PagedSnapshot)
     taken._pool = pool
     taken._length = sequence.length
     taken._parts = parts
+    taken._moments = moments
     taken._table = table
     return taken
 
@@ -107,6 +111,7 @@ def restore(state: PagedState, seq: int, snapshot: object) -> None:
     if snapshot._table is None:
         raise StaleSnapshotError("this snapshot was released: its blocks are no longer held")
     pool.hold(snapshot._table, snapshot._parts)
+    moments = None if snapshot._moments is None else list(snapshot._moments)
     gone, parts_gone = sequence.table, sequence.parts
-    sequence.go_to(pool.num_layers, snapshot._table, snapshot._length, snapshot._parts)
+    sequence.go_to(pool.num_layers, snapshot._table, snapshot._length, snapshot._parts, moments)
     pool.release(gone, parts_gone)

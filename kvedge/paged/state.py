@@ -10,8 +10,10 @@ import numpy as np
 
 from kvedge.core import checks
 from kvedge.core.config import LayerConfig
+from kvedge.core.index_keys import IndexConfig, IndexMoment
 from kvedge.core.kivi import RUN
 from kvedge.errors import UnknownSequenceError
+from kvedge.paged.index import PoolIndex
 from kvedge.paged.owners import KnownBlocks
 from kvedge.paged.parts import PartBlocks
 from kvedge.paged.readings import Reading, Readings
@@ -37,6 +39,8 @@ class PoolState:
         Blocks for first and last tokens in another format; 0: there are no such tokens.
     max_pinned : int
         Most blocks of prefixes that may be pinned.
+    index : IndexConfig, optional
+        Of all layers.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class PoolState:
         key_scales: list[np.ndarray | None],
         num_part_blocks: int,
         max_pinned: int,
+        index: IndexConfig | None = None,
     ) -> None:
         self.config = config
         self.block_size = block_size
@@ -58,6 +63,9 @@ class PoolState:
         self.parts: PartBlocks | None = None
         if num_part_blocks:
             self.parts = PartBlocks(config, key_scales, num_part_blocks, self.readings)
+        self.index: PoolIndex | None = None
+        if index is not None:
+            self.index = PoolIndex(index, len(self.stores), num_blocks, block_size)
         self.lock = threading.RLock()
         self.lent: Counter[int] = Counter()  # references that allocate() and share() gave out
         # Blocks of snapshots and caches that were garbage-collected, which may happen in the middle
@@ -101,6 +109,16 @@ class PoolState:
     def new_parts(self, length: int = 0) -> SequenceParts | None:
         """Of a sequence that begins with tokens of which none is held in another format."""
         return None if self.parts is None else self.parts.new(length)
+
+    def new_moments(self, length: int = 0) -> list[IndexMoment] | None:
+        """Where the indexes of a sequence stand that begins with tokens of whole keys."""
+        return None if self.index is None else self.index.new_moments(length)
+
+    def moments_at(self, sequence: SequenceState, length: int) -> list[IndexMoment] | None:
+        """Where the indexes of a sequence stand, or stood at a position."""
+        if self.index is None or sequence.moments is None:
+            return None
+        return self.index.moments_at(sequence.moments, length)
 
     # ---- who has which blocks: the lock is held --------------------------------------------------
 
@@ -147,6 +165,7 @@ class PoolState:
         table, source, n = self.blocks.match(token_ids, namespace, partial=partial)
         length = len(table) * self.block_size
         n -= n % RUN if self.config.in_runs else 0
+        n -= 0 if self.index is None else n % self.index.config.ratio
         if not n:
             return table, length
         blocks = np.array([source], np.int32)
@@ -164,6 +183,8 @@ class PoolState:
         """Copy all rows of a block, in all layers."""
         for store in self.stores:
             store.copy_block(self.block_size, source, target)
+        if self.index is not None:
+            self.index.copy_block(source, target)
 
     def advanced_over(self, sequence: SequenceState) -> tuple[np.ndarray, SequenceParts | None]:
         """The blocks of the tokens that a sequence was advanced over."""

@@ -58,6 +58,37 @@ static void check_list(const kvedge_index_call *c, const float *keys, int dim, i
   }
 }
 
+/* The same lists where keys lie in blocks, anywhere in a pool of a third more. */
+static void check_in_blocks(const kvedge_index_keys *keys, const kvedge_index_call *call, size_t key_bytes, int lists) {
+  const int of_block = ONE_OF(1, 5, 16, 40), num_blocks = (int)((keys->num_keys + of_block - 1) / of_block);
+  const int pool_blocks = num_blocks + num_blocks / 3 + 1;
+  block rows = new_block((size_t)(pool_blocks * of_block) * key_bytes);
+  block scales = new_block((size_t)(pool_blocks * of_block) * sizeof(float));
+  block table = new_block((size_t)pool_blocks * sizeof(int32_t));
+  int32_t *numbers = table.data;
+  for (int b = 0; b < pool_blocks; b++) { /* shuffled */
+    const int other = random_below(b + 1);
+    numbers[b] = numbers[other], numbers[other] = b;
+  }
+  for (int64_t j = 0; j < keys->num_keys; j++) {
+    const size_t at = (size_t)(numbers[j / of_block] * of_block + j % of_block);
+    memcpy((char *)rows.data + at * key_bytes, (const char *)keys->keys + (size_t)j * key_bytes, key_bytes);
+    if (keys->scales) ((float *)scales.data)[at] = keys->scales[j];
+  }
+  const size_t bytes = (size_t)(call->num_rows * lists * call->token_width) * sizeof(int32_t);
+  block room = new_block(bytes);
+  kvedge_index_keys in_blocks = *keys;
+  kvedge_index_call own = *call;
+  in_blocks.keys = rows.data, in_blocks.scales = keys->scales ? scales.data : NULL;
+  in_blocks.blocks = numbers, in_blocks.keys_of_block = of_block;
+  own.tokens = room.data;
+  CHECK(kvedge_index_select(&in_blocks, &own, 1 + random_below(2)) == KVEDGE_OK);
+  if (memcmp(room.data, call->tokens, bytes) != 0) fail("other lists in blocks of %d keys", of_block);
+  in_blocks.keys_of_block = 0;
+  CHECK(kvedge_index_select(&in_blocks, &own, 1) == KVEDGE_ERROR_ARGUMENT);
+  free_block(&rows), free_block(&scales), free_block(&table), free_block(&room);
+}
+
 static void test_selection(void) {
   const int dim = ONE_OF(1, 3, 72, 128), num_keys = 1 + random_below(600), num_heads = ONE_OF(1, 2, 5, 16, 40, 64);
   const kvedge_format format = (kvedge_format)ONE_OF(KVEDGE_FLOAT32, KVEDGE_BFLOAT16, KVEDGE_INT8);
@@ -90,6 +121,7 @@ static void test_selection(void) {
   const double allowed = format == KVEDGE_FLOAT32 ? 1e-5 * size : 0.05 * size;
   for (int64_t row = 0; row < call.num_rows; row++)
     for (int list = 0; list < lists; list++) check_list(&call, plain.data, dim, row, list, allowed);
+  check_in_blocks(&keys, &call, (size_t)dim * bytes, lists);
   end_case();
   call.token_width--;
   CHECK(kvedge_index_select(&keys, &call, 1) == KVEDGE_ERROR_ARGUMENT);

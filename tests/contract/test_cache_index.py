@@ -13,8 +13,10 @@ from kvedge import (
     CorruptFileError,
     InvalidArgumentError,
     KeyIndex,
+    KvBlockPool,
     KVCache,
     KvCacheSnapshot,
+    PagedKvCache,
     PositionOutOfRangeError,
     ReadOnlyLayerError,
     ShapeMismatchError,
@@ -242,3 +244,134 @@ def test_forged_files_are_refused(tmp_path):
     ]:
         with pytest.raises(CorruptFileError):
             forged(changed, **more)
+
+
+# ---- paged sequences -----------------------------------------------------------------------------
+
+
+class Sequences:
+    """A paged cache with an index, and what each of its sequences shall hold."""
+
+    def __init__(self, seed, ratio, dtype, storage):
+        index = {"head_dim": DIM, "ratio": ratio, "dtype": dtype, "raw_tokens": None}
+        self.cache = PagedKvCache(KvBlockPool(60, 32, 2, 1, 8, storage, index=index))
+        self.ratio, self.dtype = ratio, dtype
+        self.rng = np.random.default_rng(seed)
+        self.held = {}  # keys and index keys by sequence
+
+    def new(self):
+        empty = rows(self.rng, 0, 1, 8), rows(self.rng, 0, DIM)
+        self.held[self.cache.new_sequence()] = empty
+
+    def append(self, seq, n):
+        keys, index_keys = rows(self.rng, n, 1, 8), rows(self.rng, n, DIM)
+        for layer in range(2):
+            sign = 1 - 2 * layer
+            self.cache.append(seq, layer, keys, keys, index_keys=sign * index_keys)
+        self.cache.advance(seq, n)
+        pairs = zip(self.held[seq], (keys, index_keys), strict=True)
+        self.held[seq] = tuple(np.concatenate(pair) for pair in pairs)
+
+    def check(self):
+        for seq, (keys, index_keys) in self.held.items():
+            if not len(keys):
+                continue
+            n = min(3, len(keys))
+            query, heads = rows(self.rng, n, 2, DIM), rows(self.rng, n, 2, 8)
+            layer = KVCache(1, 1, 8, dtype="float32")
+            layer.append(0, keys, keys)
+            layer.advance(len(keys))
+            for number in range(2):
+                alone = KeyIndex(None, DIM, ratio=self.ratio, dtype=self.dtype)
+                alone.append((1 - 2 * number) * index_keys)
+                lists = self.cache.select(seq, number, query, 7)
+                np.testing.assert_array_equal(lists, alone.select(query, 7))
+                out = self.cache.attend(seq, number, heads, tokens=lists)
+                assert np.abs(out - layer.attend(0, heads, tokens=lists)).max() < 0.3
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_an_index_is_paged_with_its_sequences(data, tmp_path_factory):
+    ratio = data.draw(st.sampled_from([1, 4, 32]))
+    dtype = data.draw(st.sampled_from(["int8", "bfloat16", "float32"]))
+    storage = data.draw(st.sampled_from(["int8", "kivi4", "auto"]))
+    own = Sequences(data.draw(st.integers(0, 99)), ratio, dtype, storage)
+    own.new()
+    snapshots = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        seq = data.draw(st.sampled_from(sorted(own.held)))
+        keys, index_keys = own.held[seq]
+        n = len(keys)
+        step = data.draw(
+            st.sampled_from(
+                ["append", "append", "new", "fork", "truncate", "snapshot", "restore", "drop",
+                 "prefix", "file", "cache", "swap"]
+            )
+        )  # fmt: skip
+        if step == "append" and own.cache.pool.free_count > 10:
+            own.append(seq, data.draw(st.integers(1, 70)))
+        elif step == "new":
+            own.new()
+        elif step == "fork":
+            own.held[own.cache.fork(seq)] = keys, index_keys
+        elif step == "truncate":
+            kept = data.draw(st.integers(0, n))
+            own.cache.truncate(seq, kept)
+            own.held[seq] = keys[:kept], index_keys[:kept]
+        elif step == "snapshot":
+            snapshots.append((own.cache.snapshot(seq), keys, index_keys))
+        elif step == "restore" and snapshots:
+            snapshot, *contents = snapshots[-1]
+            own.cache.restore(seq, snapshot)
+            own.held[seq] = tuple(contents)
+        elif step == "drop" and len(own.held) > 1:
+            own.cache.drop(seq)
+            del own.held[seq]
+        elif step == "prefix":
+            ids = np.abs(keys[:, 0, 0].view(np.int32).astype(np.int64))
+            own.cache.register(seq, ids, partial=True)
+            found, length = own.cache.match_prefix(ids[: n - n // 5], partial=True)
+            own.held[found] = keys[:length], index_keys[:length]
+        elif step == "file":
+            path = tmp_path_factory.mktemp("index") / "pool"
+            own.cache.save(path)
+            snapshots.clear()
+            own.cache = PagedKvCache.load(path)
+            own.held = dict(zip(own.cache.sequences, own.held.values(), strict=True))
+        elif step == "cache":
+            cache = own.cache.to_kv_cache(seq)
+            own.held[own.cache.from_kv_cache(cache)] = keys, index_keys
+        elif step == "swap":
+            path = tmp_path_factory.mktemp("index") / "sequence"
+            own.cache.swap_out(seq, path)
+            del own.held[seq]
+            own.held[own.cache.swap_in(path)] = keys, index_keys
+        own.check()
+
+
+def test_what_a_pool_does_not_take():
+    pool = KvBlockPool(8, 32, 1, 1, 8, index={"head_dim": DIM, "ratio": 4})
+    assert pool.block_bytes == KvBlockPool(8, 32, 1, 1, 8).block_bytes + 8 * (DIM + 4)
+    cache, plain = PagedKvCache(pool), PagedKvCache(KvBlockPool(8, 32, 1, 1, 8))
+    rng = np.random.default_rng(6)
+    seq, keys = cache.new_sequence(), rows(rng, 3, 1, 8)
+    for options, error, message in [
+        ({}, InvalidArgumentError, "are not given"),
+        ({"index_keys": rows(rng, 2, DIM)}, ShapeMismatchError, "of 2 tokens"),
+        ({"index_keys": rows(rng, 3, 3)}, ShapeMismatchError, "must be"),
+    ]:
+        with pytest.raises(error, match=message):
+            cache.append(seq, 0, keys, keys, **options)
+    with pytest.raises(InvalidArgumentError, match="no index"):
+        plain.append(plain.new_sequence(), 0, keys, keys, index_keys=rows(rng, 3, DIM))
+    with pytest.raises(InvalidArgumentError, match="no index"):
+        plain.select(plain.new_sequence(), 0, rows(rng, 1, 1, DIM), 1)
+    assert pool.used_count == 0
+    for index, message in [
+        ({"head_dim": 4, "ratio": 5}, "multiple of the index's ratio"),
+        ({"head_dim": 4, "width": 5}, "width"),
+        (4, "mapping"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=message):
+            KvBlockPool(8, 32, 1, 1, 8, index=index)
