@@ -95,7 +95,11 @@ static void test_selection(void) {
   const size_t bytes = format == KVEDGE_FLOAT32 ? 4 : format == KVEDGE_BFLOAT16 ? 2 : 1;
   block plain = floats_of((size_t)(num_keys * dim)), scales = new_block((size_t)num_keys * sizeof(float));
   block stored = new_block((size_t)(num_keys * dim) * bytes);
-  kvedge_index_keys keys = {format, dim, num_keys, stored.data, format == KVEDGE_INT8 ? scales.data : NULL};
+  kvedge_index_keys keys = {.format = format,
+                            .head_dim = dim,
+                            .num_keys = num_keys,
+                            .keys = stored.data,
+                            .scales = format == KVEDGE_INT8 ? scales.data : NULL};
   CHECK(kvedge_index_encode(format, dim, plain.data, num_keys, stored.data, (float *)(uintptr_t)keys.scales) ==
         KVEDGE_OK);
   kvedge_index_call call = {.num_heads = num_heads,
