@@ -17,6 +17,8 @@ kvedge_status kvedge_index_encode(kvedge_format format, int head_dim, const floa
   if (!keys || !to || rotates != (scales != NULL) || num_keys < 0 || head_dim < 1 || head_dim > KVEDGE_MAX_HEAD_DIM)
     return KVEDGE_ERROR_ARGUMENT;
   if (num_keys == 0) return KVEDGE_OK;
+  const kvedge_status ready = kvedge_isa_ready();
+  if (ready != KVEDGE_OK) return ready;
   const uint32_t largest = kvedge_active()->rows->abs_max_bits(keys, (size_t)(num_keys * head_dim));
   if (largest >= KVEDGE_NOT_FINITE) return KVEDGE_ERROR_NONFINITE;
   if (kvedge_float_of_bits(largest) > KVEDGE_INDEX_LARGEST) return KVEDGE_ERROR_SCALE;

@@ -20,7 +20,9 @@
 
 enum {
   MAX_HEADS = 1024,
-  CHUNK_KEYS = 1024,       /* of a task: 128 KB of keys of 128 channels in int8 */
+  LEAST_KEYS = 1024, /* of a task; */
+  MOST_KEYS = 8192,  /* for each its queries are prepared, and 1 MB of int8 stays near for more of them */
+  CHUNKS_OF_THREAD = 4,
   SCORES_BYTES = 16 << 20, /* of rows that are scanned together, at most; or one row's */
 };
 
@@ -35,9 +37,7 @@ typedef struct {
   float query_scale[KVEDGE_QUERY_ROWS], factor[KVEDGE_QUERY_ROWS];
   int32_t offsets[KVEDGE_QUERY_ROWS * 4];
   _Alignas(64) float decoded[KVEDGE_BLOCK * KVEDGE_MAX_HEAD_DIM];
-  _Alignas(
-      64) char gathered[KVEDGE_TILE * KVEDGE_MAX_HEAD_DIM * sizeof(float)]; /* of keys in blocks; else not touched */
-} scan_memory;
+} scan_memory; /* where keys lie in blocks a tile of rows follows, which are gathered there */
 
 /* Rows that are scanned together. */
 typedef struct {
@@ -49,8 +49,9 @@ typedef struct {
   int64_t num_keys; /* that the last of them sees */
   int lists;        /* of a row: 1, or one for each head */
   int rows_of_task;
-  int64_t num_chunks;
+  int64_t chunk_keys, num_chunks;
   float *scores;       /* (num_rows, lists, num_keys) */
+  size_t thread_bytes; /* of a thread's memory */
   scan_memory *memory; /* (threads) */
 } scan;
 
@@ -66,12 +67,12 @@ static int64_t keys_seen(const kvedge_index_call *call, int64_t row) {
 static void prepare_query(const scan *s, int64_t row, int head, int at, scan_memory *m) {
   const int dim = s->keys->head_dim, pad = kvedge_padded_channels(dim);
   const float *x = s->call->query + (row * s->call->num_heads + head) * dim;
-  float rotated[KVEDGE_MAX_HEAD_DIM], largest = 0.0f;
+  float rotated[KVEDGE_MAX_HEAD_DIM];
   if (s->keys->format == KVEDGE_INT8) {
     kvedge_rotate_channels(x, kvedge_rotated_together(dim), 0, dim, rotated);
     x = rotated;
   }
-  for (int d = 0; d < dim; d++) largest = fmaxf(largest, fabsf(x[d]));
+  const float largest = kvedge_float_of_bits(s->kernels->rows->abs_max_bits(x, (size_t)dim));
   const int exponent = largest > 0.0f && largest <= 0x1p120f ? ilogbf(largest) : largest > 0.0f ? 120 : 0;
   const float inverse = ldexpf(1.0f, exponent < -120 ? 120 : -exponent);
   m->factor[at] = s->call->scale / inverse;
@@ -95,11 +96,11 @@ static const char *rows_of(const scan *s, int64_t first, int num_keys, ptrdiff_t
       const int64_t block = key / keys->keys_of_block, at = key % keys->keys_of_block, left = keys->keys_of_block - at;
       key = keys->blocks[block] * keys->keys_of_block + at;
       n = left < num_keys - i ? (int)left : num_keys - i;
-      memcpy(m->gathered + i * row_bytes, rows + key * row_bytes, (size_t)(n * row_bytes));
+      memcpy((char *)(m + 1) + i * row_bytes, rows + key * row_bytes, (size_t)(n * row_bytes));
     }
     if (keys->scales) memcpy(m->scales + i, keys->scales + key, (size_t)n * sizeof *m->scales);
   }
-  return keys->blocks ? m->gathered : rows + first * row_bytes;
+  return keys->blocks ? (const char *)(m + 1) : rows + first * row_bytes;
 }
 
 /* Products of the first `count` prepared queries with keys first..first+num_keys-1, at most a tile. */
@@ -180,12 +181,13 @@ static void run_scan(void *context, int task, int next, int slot, int thread, co
   const int64_t first_row = s->first_row + task / s->num_chunks * s->rows_of_task, chunk = task % s->num_chunks;
   const int64_t left = s->first_row + s->num_rows - first_row;
   const int num_rows = left < s->rows_of_task ? (int)left : s->rows_of_task, num_heads = s->call->num_heads;
-  const int64_t first_key = chunk * CHUNK_KEYS, seen = keys_seen(s->call, first_row + num_rows - 1);
-  const int64_t stop_key = seen < first_key + CHUNK_KEYS ? seen : first_key + CHUNK_KEYS;
+  const int64_t first_key = chunk * s->chunk_keys, seen = keys_seen(s->call, first_row + num_rows - 1);
+  const int64_t stop_key = seen < first_key + s->chunk_keys ? seen : first_key + s->chunk_keys;
   (void)next, (void)slot, (void)stop;
   for (int head = 0; head < num_heads; head += KVEDGE_QUERY_ROWS) {
     const int count = num_heads - head < KVEDGE_QUERY_ROWS ? num_heads - head : KVEDGE_QUERY_ROWS;
-    scan_heads(s, first_row, num_rows, head, count, first_key, stop_key, &s->memory[thread]);
+    scan_heads(s, first_row, num_rows, head, count, first_key, stop_key,
+               (scan_memory *)((char *)s->memory + (size_t)thread * s->thread_bytes));
   }
 }
 
@@ -293,7 +295,7 @@ static kvedge_status run_tasks(scan *s, void (*run)(void *, int, int, int, int, 
   num_threads = kvedge_threads_for(work / s->kernels->tuning.work_per_us, num_threads);
   const int threads = kvedge_job_threads(num_threads, num_tasks);
   const size_t head = kvedge_align(sizeof *s);
-  kvedge_job *job = kvedge_job_take(head + (run == run_scan ? (size_t)threads * sizeof(scan_memory) : 0));
+  kvedge_job *job = kvedge_job_take(head + (run == run_scan ? (size_t)threads * s->thread_bytes : 0));
   if (!job) return KVEDGE_ERROR_MEMORY;
   scan *own = kvedge_job_memory(job);
   *own = *s, own->memory = (scan_memory *)((char *)own + head);
@@ -304,10 +306,15 @@ static kvedge_status run_tasks(scan *s, void (*run)(void *, int, int, int, int, 
 kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_index_call *call, int num_threads) {
   KVEDGE_FLOAT_MODE;
   if (num_threads < 0 || !call_is_valid(keys, call)) return KVEDGE_ERROR_ARGUMENT;
+  const kvedge_status ready = kvedge_isa_ready();
+  if (ready != KVEDGE_OK) return ready;
   const int64_t num_queries = call->num_rows * call->num_heads;
   if (!is_finite(call->query, num_queries * keys->head_dim) || !is_finite(call->weights, num_queries))
     return KVEDGE_ERROR_NONFINITE;
   scan s = {.keys = keys, .call = call, .kernels = kvedge_active(), .lists = call->per_head ? call->num_heads : 1};
+  s.thread_bytes = sizeof(scan_memory);
+  if (keys->blocks) s.thread_bytes += (size_t)(KVEDGE_TILE * keys->head_dim * kvedge_format_of(keys->format)->bits / 8);
+  s.thread_bytes = kvedge_align(s.thread_bytes);
   s.cell = &s.kernels->cells[keys->format];
   if (!s.cell->scores) s.cell = &s.kernels->cells[KVEDGE_FLOAT32];
   s.rows_of_task = call->num_heads < KVEDGE_QUERY_ROWS ? KVEDGE_QUERY_ROWS / call->num_heads : 1;
@@ -322,7 +329,11 @@ kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_in
     const int64_t left = call->num_rows - s.first_row;
     s.num_rows = left < together ? left : together;
     s.num_keys = keys_seen(call, s.first_row + s.num_rows - 1);
-    s.num_chunks = (s.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS;
+    s.chunk_keys = s.num_keys / (CHUNKS_OF_THREAD * (num_threads ? num_threads : kvedge_get_num_threads()));
+    s.chunk_keys = s.chunk_keys < LEAST_KEYS  ? LEAST_KEYS
+                   : s.chunk_keys > MOST_KEYS ? MOST_KEYS
+                                              : s.chunk_keys / KVEDGE_TILE * KVEDGE_TILE;
+    s.num_chunks = (s.num_keys + s.chunk_keys - 1) / s.chunk_keys;
     const int64_t groups = (s.num_rows + s.rows_of_task - 1) / s.rows_of_task;
     const double of_keys = (double)s.num_rows * (double)s.num_keys;
     if (s.num_chunks > 0)

@@ -216,9 +216,26 @@ static void test_attention_over_lists(void) {
   free(s.keys), free(s.values), kvedge_layer_destroy(s.layer);
 }
 
+/* The first call of the process: no path is picked yet. */
+static void test_first_call(void) {
+  const float key[3] = {1.0f, 2.0f, 3.0f};
+  int8_t codes[3];
+  float scale;
+  int32_t token = -1;
+  begin("the first call");
+  CHECK(kvedge_index_encode(KVEDGE_INT8, 3, key, 1, codes, &scale) == KVEDGE_OK);
+  kvedge_index_keys keys = {.format = KVEDGE_INT8, .head_dim = 3, .num_keys = 1, .keys = codes, .scales = &scale};
+  kvedge_index_call call = {.query = key, .num_rows = 1, .num_heads = 1, .k = 1, .ratio = 1, .block = 1};
+  call.tokens = &token, call.token_width = 1;
+  CHECK(kvedge_index_select(&keys, &call, 1) == KVEDGE_OK && token == 0);
+  end_case();
+  end();
+}
+
 int main(void) {
   const int times = is_short() ? 12 : 150;
   const char *name;
+  test_first_call();
   for (int i = 0; (name = kvedge_isa_compiled(i)); i++) {
     if (kvedge_select_isa(name, NULL) != KVEDGE_OK) continue;
     begin("%s: selection", name);
