@@ -44,7 +44,7 @@ static void free_hooked(backend *b) {
   if (s->helper) s->of->f.ggml_backend_free(s->helper);
   for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) forget_masks(&s->masks[i]);
   free(s->jobs), free(s->memory), free(s->calls), free(s->caches), free(s->options), free(s->segments), free(s->slopes),
-      free(s->tokens), free(s->places), free(s->is_stored), free(s->bias), free(s->runs);
+      free(s->tokens), free(s->places), free(s->is_stored), free(s->bias), free(s->runs), free(s->gathered);
   forget_exact(s);
   free(s);
   own(b);

@@ -54,10 +54,10 @@ typedef struct {
 
 /* Query rows first..first+count-1, which see runs; each row's last run is longer by one cell than that of the row before.
  * window: and its first cell is one further, as soon as so many are seen. biased: the mask is added to the logits of the
- * cells of the one run. No runs: they see nothing. */
+ * cells of the one run. scattered: one row, whose cells are gathered. No runs: they see nothing. */
 typedef struct {
   int64_t first, count, window;
-  int first_run, num_runs, biased;
+  int first_run, num_runs, biased, scattered;
 } row_group;
 
 /* What one stream of a mask shows. */
@@ -197,6 +197,8 @@ typedef struct hooked_backend {
   kvedge_slices *slices; /* NULL: it falls back */
   void *memory;
   size_t memory_bytes;
+  void *gathered; /* rows of scattered cells, side by side */
+  size_t gathered_bytes, gathered_used;
   kvedge_attention_call *calls;
   kvedge_rows_cache *caches;         /* of calls */
   kvedge_attention_options *options; /* of calls */

@@ -9,6 +9,8 @@ enum {
   ZERO = 0,
   /* Runs shorter than this on average: reading what lies between them costs less than tiles that end with each. */
   LEAST_RUN = 48,
+  /* Such rows of a node whose cells are gathered; more rows share what they read under a mask. */
+  MOST_SCATTERED = 8,
   MOST_RUNS_OF_ROW = 4096,
   /* Groups of one plan each: so many at least, and an eighth of the rows. */
   MOST_GROUPS = 64,
@@ -47,8 +49,8 @@ static int64_t count_of(const uint16_t *m, int64_t n, uint16_t bits) {
 }
 
 /* The cells that a row of a mask shows, behind the runs there are; -1: it adds something, or shows too many runs; -2: there
- * is no memory. */
-static int runs_of_row(seen_cells *seen, const uint16_t *m, int64_t n) {
+ * is no memory. *scattered: short runs, of at most half of the cells between the first and the last. */
+static int runs_of_row(seen_cells *seen, const uint16_t *m, int64_t n, int *scattered) {
   const int64_t shown = count_of(m, n, ZERO);
   if (shown + count_of(m, n, HIDDEN) != n) return -1;
   int num = 0;
@@ -63,12 +65,15 @@ static int runs_of_row(seen_cells *seen, const uint16_t *m, int64_t n) {
     if (!grow(&seen->runs, &seen->room_runs, seen->num_runs + num + 1, sizeof *seen->runs)) return -2;
     seen->runs[seen->num_runs + num] = (cell_run){first, t};
   }
-  return num > 1 && shown / num < LEAST_RUN ? -1 : num;
+  *scattered = num > 1 && shown / num < LEAST_RUN;
+  if (!*scattered) return num;
+  const cell_run *runs = seen->runs + seen->num_runs;
+  return seen->rows <= MOST_SCATTERED && 2 * shown <= runs[num - 1].stop - runs[0].first ? num : -1;
 }
 
 /* Does a row that sees `num` runs, behind those there are, go on a group? */
 static int goes_on(const seen_cells *seen, row_group *g, int num) {
-  if (num == 0 || g->biased || num != g->num_runs) return 0;
+  if (num == 0 || g->biased || g->scattered || num != g->num_runs) return 0;
   const cell_run *row = seen->runs + seen->num_runs, *before = seen->runs + g->first_run;
   if (row[num - 1].stop != before[num - 1].stop + 1) return 0;
   if (num > 1) { /* causal behind other runs */
@@ -85,10 +90,11 @@ static int goes_on(const seen_cells *seen, row_group *g, int num) {
 static int group_rows(seen_cells *seen, const char *m, size_t stride) {
   const int first_group = seen->num_groups;
   for (int64_t row = 0; row < seen->rows; row++) {
-    const int num = runs_of_row(seen, (const uint16_t *)(m + (size_t)row * stride), seen->cells);
+    int scattered = 0;
+    const int num = runs_of_row(seen, (const uint16_t *)(m + (size_t)row * stride), seen->cells, &scattered);
     if (num < 0) return num + 1;
     row_group *last = seen->num_groups > first_group ? &seen->groups[seen->num_groups - 1] : NULL;
-    if (last && goes_on(seen, last, num)) {
+    if (last && !scattered && goes_on(seen, last, num)) {
       seen->runs[last->first_run + last->num_runs - 1].stop++;
       last->count++;
       continue;
@@ -96,7 +102,7 @@ static int group_rows(seen_cells *seen, const char *m, size_t stride) {
     const int groups = seen->num_groups - first_group;
     if (groups >= MOST_GROUPS && groups >= seen->rows / 8) return 0;
     if (!grow(&seen->groups, &seen->room_groups, seen->num_groups + 1, sizeof *seen->groups)) return -1;
-    seen->groups[seen->num_groups++] = (row_group){row, 1, 0, seen->num_runs, num, 0};
+    seen->groups[seen->num_groups++] = (row_group){row, 1, 0, seen->num_runs, num, 0, scattered};
     seen->num_runs += num;
   }
   return 1;
@@ -116,7 +122,7 @@ static int add_mask(seen_cells *seen, const char *m, size_t stride) {
   const int sees = all.stop > all.first;
   if (!grow(&seen->groups, &seen->room_groups, seen->num_groups + 1, sizeof *seen->groups)) return 0;
   if (!grow(&seen->runs, &seen->room_runs, seen->num_runs + 1, sizeof *seen->runs)) return 0;
-  seen->groups[seen->num_groups++] = (row_group){0, seen->rows, 0, seen->num_runs, sees, sees};
+  seen->groups[seen->num_groups++] = (row_group){0, seen->rows, 0, seen->num_runs, sees, sees, 0};
   if (sees) seen->runs[seen->num_runs++] = all;
   return 1;
 }
@@ -135,7 +141,7 @@ int look_at_mask(seen_cells *seen, const tensor *mask, int64_t rows, int64_t cel
       if (mask->ne[2] > 1) { /* of heads of their own: which cells all of them hide is not looked for */
         if (!grow(&seen->groups, &seen->room_groups, first + 1, sizeof *seen->groups)) return 0;
         if (!grow(&seen->runs, &seen->room_runs, first_run + 1, sizeof *seen->runs)) return 0;
-        seen->groups[seen->num_groups++] = (row_group){0, rows, 0, first_run, 1, 1};
+        seen->groups[seen->num_groups++] = (row_group){0, rows, 0, first_run, 1, 1, 0};
         seen->runs[seen->num_runs++] = (cell_run){0, cells};
       } else if (!add_mask(seen, m, mask->nb[1])) {
         return 0;

@@ -210,6 +210,69 @@ static int64_t tokens_from(const hooked_backend *s, int first_segment) {
   return num;
 }
 
+/* Rows of scattered cells are copied side by side. */
+
+/* Do the values lie within the keys, as latents of MLA do? */
+static int values_in_keys(const host *h, const tensor *k, const tensor *v) {
+  const char *keys = k->data, *values = v->data;
+  return values >= keys && values + row_bytes_of(h, v->type, v->ne[0]) <= keys + row_bytes_of(h, k->type, k->ne[0]) &&
+         k->nb[1] == v->nb[1] && k->nb[2] == v->nb[2] && k->nb[3] == v->nb[3];
+}
+
+/* Bytes of a cell's keys (values), all heads. */
+static size_t cell_bytes_of(const host *h, const tensor *t) {
+  return row_bytes_of(h, t->type, t->ne[0]) * (size_t)t->ne[2];
+}
+
+/* Room for the rows of all scattered cells that a node shows; 0: there is no memory. */
+static int reserve_gathered(hooked_backend *s, const tensor *node, const seen_cells *seen) {
+  int64_t cells = 0;
+  for (int64_t stream = 0; seen && stream < node->src[QUERY]->ne[3]; stream++) {
+    const shown *of = &seen->streams[stream % seen->num_streams];
+    for (int i = 0; i < of->num_groups; i++) {
+      const row_group *g = &seen->groups[of->first_group + i];
+      for (int run = 0; g->scattered && run < g->num_runs; run++)
+        cells += seen->runs[g->first_run + run].stop - seen->runs[g->first_run + run].first;
+    }
+  }
+  s->gathered_used = 0;
+  const size_t bytes = cell_bytes_of(s->of, node->src[KEYS]) + cell_bytes_of(s->of, node->src[VALUES]);
+  return cells == 0 || reserve(&s->gathered, &s->gathered_bytes, (size_t)cells * bytes);
+}
+
+/* Copies a side's rows of the segments from `first` on; returns where they are. `rows` gets their strides. */
+static char *gather_side(hooked_backend *s, const tensor *t, int values, int first, kvedge_rows *rows) {
+  const size_t row = row_bytes_of(s->of, t->type, t->ne[0]), heads = (size_t)t->ne[2];
+  char *start = (char *)s->gathered + s->gathered_used, *to = start;
+  for (int i = first; i < s->num_segments; i++) {
+    const char *from = values ? s->segments[i].values : s->segments[i].keys;
+    for (int64_t token = 0; token < s->segments[i].num_tokens; token++, from += t->nb[1]) {
+      if (heads == 1 || t->nb[2] == row) memcpy(to, from, row * heads);
+      else
+        for (size_t h = 0; h < heads; h++) memcpy(to + h * row, from + h * t->nb[2], row);
+      to += row * heads;
+    }
+  }
+  s->gathered_used += (size_t)(to - start);
+  rows->token_stride = (ptrdiff_t)(row * heads), rows->head_stride = (ptrdiff_t)row;
+  return start;
+}
+
+/* Makes the segments from `first` on one, of copies of their rows; an index's choice is 2,048 cells of as many as there are. */
+static void gather(hooked_backend *s, const tensor *node, int first, kvedge_rows sides[2]) {
+  const tensor *k = node->src[KEYS], *v = node->src[VALUES];
+  const int64_t num = tokens_from(s, first);
+  const char *keys = gather_side(s, k, 0, first, &sides[0]), *values;
+  if (values_in_keys(s->of, k, v)) {
+    values = keys + ((const char *)v->data - (const char *)k->data);
+    sides[1].token_stride = sides[0].token_stride, sides[1].head_stride = sides[0].head_stride;
+  } else {
+    values = gather_side(s, v, 1, first, &sides[1]);
+  }
+  s->segments[first] = (kvedge_rows_segment){keys, values, num};
+  s->num_segments = first + 1;
+}
+
 /* Another call of the node's, of a group of query rows and the segments from `first_segment` on; 0: there is no memory. */
 static int add_call(hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream, const row_group *g,
                     const kvedge_rows sides[2], int first_segment) {
@@ -297,9 +360,10 @@ static int add_biased(hooked_backend *s, const tensor *node, const int32_t *para
 /* Calls of a group of query rows that see runs of cells. */
 static int add_group(hooked_backend *s, const tensor *node, const int32_t *params, int64_t stream, int64_t kv_stream,
                      const row_group *g, const exact_range *of, int is_masked) {
-  const kvedge_rows sides[2] = {s->sides[0].rows, s->sides[1].rows};
+  kvedge_rows sides[2] = {s->sides[0].rows, s->sides[1].rows};
   const int first = s->num_segments, num_calls = s->num_calls, many = g->count > 1 && is_masked;
   if (!add_stored(s, of, kv_stream)) return 0;
+  if (g->scattered && s->num_segments > first) gather(s, node, first, sides);
   const int first_exact = s->num_segments;
   if (!add_exact_rows(s, of)) return 0;
   const int num_stored = first_exact - first, num_exact = s->num_segments - first_exact;
@@ -346,6 +410,7 @@ static int make_calls(hooked_backend *s, tensor *node, const int32_t *params) {
   s->num_calls = s->num_segments = s->num_cells = s->num_bias = 0;
   if (max_bias != 0.0f && !make_slopes(s, q->ne[2], max_bias)) return -1;
   if (mask && !(seen = seen_by(s, node, max_bias != 0.0f))) return -1;
+  if (!reserve_gathered(s, node, seen)) return -1;
   for (int64_t stream = 0; stream < q->ne[3]; stream++) {
     const shown *of = seen ? &seen->streams[stream % seen->num_streams] : &all;
     const int64_t kv_stream = stream / (q->ne[3] / k->ne[3]);

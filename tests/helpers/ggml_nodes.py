@@ -125,7 +125,7 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
     """Return ggml's (rows, heads, dim) of q (heads, rows, dim), k and v (heads, cells, dim).
 
     Keys and values are float32, float16, bfloat16 as uint16, or Blocks; the mask is float16 (rows,
-    cells).
+    cells). Values may be ``k[..., :dim]``, in the keys' rows as latents of MLA are.
     """
     size = 1 << 20
     size += (
@@ -147,11 +147,17 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
 
     backend = _by_type(0, None)
     try:
+        keys = tensor(k)
+        if isinstance(v, np.ndarray) and v.base is k:
+            strides = (k.strides[1], k.strides[0], k.nbytes)
+            values = _view(context, keys, *v.shape[::-1], 1, *strides, 0)
+        else:
+            values = tensor(v)
         node = _attention(
             context,
             tensor(q),
-            tensor(k),
-            tensor(v),
+            keys,
+            values,
             None if mask is None else tensor(mask),
             scale,
             max_bias,

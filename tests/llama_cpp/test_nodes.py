@@ -58,6 +58,7 @@ MASKS = {
         4,
         lambda row, cell: 150 * row <= cell < 150 * row + 100 + row,
     ),
+    "what an index chose": (3, lambda row, cell: cell * (row + 5) % 7 == 0 or cell == 600 + row),
     "sequences that alternate": (4, lambda row, cell: cell % 4 == row),
     "a tree": (8, lambda row, cell: cell < 600 or cell in {600 + row, 600 + row // 2}),
     "both sides": (30, lambda row, cell: abs(cell - 300 - row) < 100),
@@ -75,6 +76,23 @@ def test_a_mask_shows_what_it_shows_to_ggml(name, threads):
     out = attend(q, k, v, mask, threads=threads)
     assert report().taken == before + 1
     np.testing.assert_allclose(out, expected(q, k, v, mask), atol=1e-3)
+
+
+@pytest.mark.parametrize("in_keys", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_of_scattered_cells_only_those_are_read(kv_heads, in_keys):
+    """As of what an indexer chose: what hidden cells hold, infinities here, plays no part."""
+    q, k, v = arrays(2, kv_heads=kv_heads, value_dim=96)
+    mask = mask_of(2, lambda row, cell: cell % 5 == 1 + row)
+    if in_keys:
+        v = k[..., :32]
+    hidden = np.isinf(mask[:2]).all(0)
+    zeroed = [np.where(hidden[:, None], np.float16(0), side) for side in (k, v)]
+    k[:, hidden], v[:, hidden] = np.inf, np.inf
+    before = report().taken
+    out = attend(q, k, v, mask)
+    assert report().taken == before + 1
+    np.testing.assert_allclose(out, expected(q, *zeroed, mask), atol=1e-3)
 
 
 @pytest.mark.parametrize("options", [{"softcap": 10.0}, {"max_bias": 8.0}, {"sinks": True}, {}])

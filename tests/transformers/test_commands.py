@@ -241,6 +241,23 @@ def test_the_benchmark_of_models_with_states_runs(capsys, tmp_path, monkeypatch)
         assert case["results"][0]["speed_of_plain"] == 1.0
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="has no such model")
+def test_the_benchmark_of_models_with_an_index_runs(capsys, tmp_path):
+    path, threads = tmp_path / "run.json", torch.get_num_threads()
+    arguments = "--shape qwen4-exp --context 40 90 --prompt 50 --peer-context 60 --rounds 3"
+    assert main(["bench", "index", *arguments.split(), "--save", str(path)]) == 0
+    assert "a token behind 40" in capsys.readouterr().out
+    assert main(["bench", "show", str(path)]) == 0
+    token, longer, prompt = json.loads(path.read_text())["cases"]
+    assert (token["tokens"], longer["tokens"], prompt["tokens"]) == (1, 1, 50)
+    own = ["kvedge", "scan alone", "kvedge, all tokens"]
+    both = [*own, "transformers", "transformers, KvedgeCache"]
+    names = [[result["name"] for result in case["results"]] for case in (token, longer, prompt)]
+    assert names == [both, own, both]
+    assert token["scan_bytes"] == 40 // 4 * (128 + 4)
+    assert torch.get_num_threads() == threads
+
+
 @pytest.mark.skipif(transformers.__version__ < "5", reason="transformers 4 has no such states")
 def test_states_are_kept_as_the_command_line_says(folder, tmp_path, capsys):
     target, text = tmp_path / "model", tmp_path / "text.txt"
