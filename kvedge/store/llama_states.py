@@ -190,7 +190,8 @@ class PrefixCache:
         try:
             import llama_cpp.llama_cpp as api
 
-            lora = [str(llm.lora_path), str(llm.lora_base), llm.lora_scale]
+            files = (llm.lora_path, llm.lora_base)
+            lora = [path and _digest_of(path) for path in files] + [llm.lora_scale]
             identity = identity_of(llm.model_path, llm.context_params, namespace, lora)
             self._states = States(api, llm._ctx.ctx, store, identity, llm.n_ctx())
         except (ImportError, AttributeError) as error:
@@ -343,5 +344,5 @@ def _joined(files: Sequence[dict[str, np.ndarray]], stop: int) -> np.ndarray | N
             parts += [frame[before:place], rows.tobytes()]
             before = place
         return np.frombuffer(b"".join([*parts, frame[before:]]), np.uint8).copy()
-    except (KeyError, IndexError, ValueError, TypeError):
+    except (KeyError, IndexError, ValueError, TypeError, OverflowError):
         return None
