@@ -35,6 +35,8 @@ from kvedge.files.replacing import replacing
 from kvedge.files.tensors import read_arrays
 from kvedge.llama import ChatTemplate
 from kvedge.llama.tokenizer import WithControlTexts, text_decoder
+from kvedge.store.llama_states import States, identity_of
+from kvedge.store.prefix_store import PrefixStore
 
 __all__ = ["CACHE_TYPES", "NEEDS", "LlamaCppCache", "LlamaCppModel", "is_state_file"]
 
@@ -193,7 +195,7 @@ class LlamaCppCache:
         self.capacity = self.max_seq_len
         self.window = (None,) * self.num_layers  # llama.cpp keeps what windows hide
         self.metadata: dict[str, str] = {}
-        params = api.llama_context_default_params()
+        params = self._params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = self.max_seq_len, _BATCH, _BATCH
         params.n_seq_max, params.no_perf = 1, True
         params.type_k, params.type_v = (CACHE_TYPES[t][0] for t in (dtype, self.value_dtype))
@@ -310,6 +312,22 @@ class LlamaCppCache:
         with replacing(path) as file:
             file.write(header(fields, {_STATE: ("U8", np.frombuffer(state, np.uint8))}))
             file.write(state)
+
+    def load_prompt(self, store: PrefixStore, tokens: Sequence[int], namespace: str) -> int:
+        """Let an empty cache hold what a store knows of tokens; how many those are."""
+        self._length = self._states(store, namespace).load(np.asarray(tokens, np.int64), 0) or 0
+        return self._length
+
+    def save_prompt(self, store: PrefixStore, tokens: Sequence[int], namespace: str) -> None:
+        """Store what the cache holds, which is of these tokens."""
+        self._drop_behind()
+        if tokens:
+            self._states(store, namespace).save(np.asarray(tokens, np.int64))
+
+    def _states(self, store: PrefixStore, namespace: str) -> States:
+        model = self.model
+        identity = identity_of(model.path, self._params, namespace)
+        return States(model.api, self._pointer, store, identity, self.max_seq_len)
 
     def take_state(self, state: bytes, length: int, path: str) -> None:
         """Hold what a file does."""

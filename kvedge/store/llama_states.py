@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import struct
 from collections.abc import Sequence
@@ -23,11 +24,12 @@ from kvedge.store.entries import BLOCK, Entry, Known
 from kvedge.store.index import Node
 from kvedge.store.prefix_store import PrefixStore
 
-__all__ = ["PrefixCache"]
+__all__ = ["PrefixCache", "States", "identity_of"]
 
 _SAMPLES, _SAMPLE = 64, 1 << 16  # bytes of a model's file that its digest reads
 _CELL = np.dtype("<i4")  # position, number of sequences (1), sequence (0)
 _MOST_LAYERS = 1 << 12
+_LOG = logging.getLogger("kvedge.llama_cpp")
 
 
 # Parameters of a context that decide what a cache holds, by all names that they had.
@@ -46,6 +48,115 @@ class _Layout(NamedTuple):
     regions: np.ndarray  # int64 (n, 3): place in the frame, outer, bytes of a cell in each
 
 
+class States:
+    """What a store knows of one model, and a context of llama.cpp that holds one sequence.
+
+    Parameters
+    ----------
+    api : module
+        ``llama_cpp.llama_cpp``.
+    context : pointer
+        A ``llama_context``.
+    store : kvedge.PrefixStore
+    identity : str
+        As :func:`identity_of` says.
+    capacity : int
+        Tokens that fit the context.
+    """
+
+    def __init__(
+        self, api: Any, context: Any, store: PrefixStore, identity: str, capacity: int
+    ) -> None:
+        self._api, self._context, self._store = api, context, store
+        self._identity, self._capacity = identity, capacity
+
+    def longest(self, ids: np.ndarray) -> int:
+        """How many first tokens are known."""
+        return self._longest(ids)[0]
+
+    def load(self, ids: np.ndarray, length: int) -> int | None:
+        """Let the context hold the longest known beginning, if it is of more tokens than `length`.
+
+        Returns
+        -------
+        int or None
+            Tokens in the context, 0 after a state was refused; None: nothing was changed.
+        """
+        while True:
+            stop, known = self._longest(ids)
+            if stop <= length:
+                return None
+            path, data = self._state(known, stop)
+            if path is None:
+                continue  # removed meanwhile
+            if data is not None and self._put(data, stop):
+                self._store.touch(path)
+                return stop
+            self._store.forget(path[-1])
+            return 0
+
+    def save(self, ids: np.ndarray) -> None:
+        """Store what the context holds, which is the state of these tokens."""
+        data = self._taken()
+        layout = _layout_of(data, len(ids))
+        entries: list[Entry] = []
+        variant = "whole"
+        stop = len(ids)
+        start = stop // BLOCK * BLOCK
+        if layout is None:
+            # Blocks of no bytes lead to it: ids are compared in full, block by block.
+            ends = range(BLOCK, start + 1, BLOCK)
+            entries = [Entry("block", end - BLOCK, end, dict) for end in ends]
+            entries.append(Entry("checkpoint", start, stop, lambda: {"state": data}))
+        else:
+            variant = hashlib.sha256(layout.frame).hexdigest()
+            cut = partial(_arrays, layout, _rows(data, layout, stop))
+            for end in range(BLOCK, start + 1, BLOCK):
+                first = end - BLOCK
+                entries.append(Entry("block", first, end, partial(cut, first, end)))
+            entries.append(Entry("checkpoint", start, stop, partial(cut, start, stop)))
+        self._store.put(self._identity, ids, entries, variant=variant)
+
+    def _taken(self) -> np.ndarray:
+        size = self._api.llama_state_seq_get_size(self._context, 0)
+        data = np.zeros(size, np.uint8)
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return data[: self._api.llama_state_seq_get_data(self._context, pointer, size, 0)]
+
+    def _put(self, data: np.ndarray, length: int) -> bool:
+        """Let the context hold a state; what is refused leaves it empty."""
+        api, memory = self._api, self._api.llama_get_memory(self._context)
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        api.llama_memory_clear(memory, True)
+        taken = api.llama_state_seq_set_data(self._context, pointer, len(data), 0)
+        if taken == len(data) and api.llama_memory_seq_pos_max(memory, 0) == length - 1:
+            return True
+        api.llama_memory_clear(memory, True)
+        return False
+
+    def _longest(self, ids: np.ndarray) -> tuple[int, Known]:
+        known = self._store.find(self._identity, ids[: self._capacity - 1].astype(np.int64))
+        ends = [node.stop for node in known.checkpoints]
+        some = next(iter((*known.blocks, *known.checkpoints, known.partial)), None)
+        if some is not None and some.variant != "whole":
+            ends.append(known.shared)
+        return max(ends, default=0), known
+
+    def _state(self, known: Known, stop: int) -> tuple[list[Node] | None, np.ndarray | None]:
+        """The files of a state of so many tokens, and its bytes; None: they are none."""
+        path = [node for node in known.blocks if node.stop <= stop]
+        if not path or path[-1].stop < stop or path[-1].variant == "whole":
+            ends = [node for node in known.checkpoints if node.stop == stop] + [known.partial]
+            path += [node for node in ends[:1] if node is not None]
+        files = self._store.read(path)
+        if files is None:
+            return None, None
+        if path[-1].variant == "whole":
+            data = files[-1].get("state")
+            return path, None if data is None else np.array(data, np.uint8).reshape(-1)
+        return path, _joined(files, stop)
+
+
 class PrefixCache:
     """What ``llama_cpp.Llama.set_cache`` takes: prompts are found again after a restart.
 
@@ -54,7 +165,8 @@ class PrefixCache:
         llm = llama_cpp.Llama(path, n_ctx=8192)
         llm.set_cache(kvedge.llama_cpp.PrefixCache(llm, kvedge.PrefixStore("prompts")))
 
-    A state that llama.cpp refuses is not used. Nothing is unpickled.
+    A state that llama.cpp refuses is not used. Nothing is unpickled. Each prompt's tokens, and
+    those of them that came from the store, are logged (``kvedge.llama_cpp``, INFO).
 
     Parameters
     ----------
@@ -78,10 +190,13 @@ class PrefixCache:
         try:
             import llama_cpp.llama_cpp as api
 
-            self._identity = _identity_of(llm, namespace)
+            files = (llm.lora_path, llm.lora_base)
+            lora = [path and _digest_of(path) for path in files] + [llm.lora_scale]
+            identity = identity_of(llm.model_path, llm.context_params, namespace, lora)
+            self._states = States(api, llm._ctx.ctx, store, identity, llm.n_ctx())
         except (ImportError, AttributeError) as error:
             raise InvalidArgumentError(f"llm must be a llama_cpp.Llama: {error}") from error
-        self._api, self._llm, self._store = api, llm, store
+        self._llm, self._store = llm, store
         self.reused = 0  #: Tokens of the last prompt that came from the store.
         self.capacity_bytes = store.max_bytes
 
@@ -91,114 +206,46 @@ class PrefixCache:
         return self._store.nbytes
 
     def __contains__(self, key: Sequence[int]) -> bool:
-        return self._longest(key)[0] > 0
+        return self._states.longest(np.asarray(key[:-1])) > 0
 
     def __getitem__(self, key: Sequence[int]) -> Any:
         """Let the context hold what is known of a prompt; then KeyError, always.
 
         ``Llama`` goes on with what its context has. There is nothing left for it to load.
         """
-        llm, self.reused = self._llm, 0
-        own = _common(llm._input_ids, np.asarray(key))
-        while True:
-            stop, known = self._longest(key)
-            if stop <= own:
-                break
-            path, data = self._state(known, stop)
-            if path is None:
-                continue  # removed meanwhile
-            if data is not None and self._put(data, np.asarray(key[:stop])):
-                self._store.touch(path)
-                self.reused = stop
-            else:
-                self._store.forget(path[-1])
-            break
+        llm, ids = self._llm, np.asarray(key)
+        length = self._states.load(ids[:-1], _common(llm._input_ids, ids))
+        if length is not None:
+            llm.input_ids[:length] = ids[:length]
+            llm.n_tokens, llm._requires_eval = length, True
+        self.reused = length or 0
+        _LOG.info("a prompt of %d tokens, %d of them from the store", len(ids), self.reused)
         raise KeyError("what is known of the prompt is in the context by now")
 
     def __setitem__(self, key: Sequence[int], state: object) -> None:
         """Store what the context holds of a sequence; llama-cpp-python's own state is not used."""
         ids = np.asarray(self._llm._input_ids)
-        if not len(ids) or _common(ids, np.asarray(key)) < len(ids):
-            return
-        data = self._taken()
-        layout = _layout_of(data, len(ids))
-        entries: list[Entry] = []
-        variant = "whole"
-        stop = len(ids)
-        start = stop // BLOCK * BLOCK
-        if layout is None:
-            # Blocks of no bytes lead to it: ids are compared in full, block by block.
-            ends = range(BLOCK, start + 1, BLOCK)
-            entries = [Entry("block", end - BLOCK, end, dict) for end in ends]
-            entries.append(Entry("checkpoint", start, stop, lambda: {"state": data}))
-        else:
-            variant = hashlib.sha256(layout.frame).hexdigest()
-            cut = partial(_arrays, layout, _rows(data, layout, stop))
-            for end in range(BLOCK, start + 1, BLOCK):
-                first = end - BLOCK
-                entries.append(Entry("block", first, end, partial(cut, first, end)))
-            entries.append(Entry("checkpoint", start, stop, partial(cut, start, stop)))
-        self._store.put(self._identity, ids, entries, variant=variant)
-
-    # ---- the context -----------------------------------------------------------------------------
-
-    def _taken(self) -> np.ndarray:
-        context = self._llm._ctx.ctx
-        size = self._api.llama_state_seq_get_size(context, 0)
-        data = np.zeros(size, np.uint8)
-        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        return data[: self._api.llama_state_seq_get_data(context, pointer, size, 0)]
-
-    def _put(self, data: np.ndarray, ids: np.ndarray) -> bool:
-        """Let the context hold a state; what is refused leaves it empty."""
-        llm, context = self._llm, self._llm._ctx.ctx
-        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        llm.n_tokens = 0
-        memory = self._api.llama_get_memory(context)
-        self._api.llama_memory_clear(memory, True)
-        if len(ids) >= llm.n_ctx():
-            return False
-        if self._api.llama_state_seq_set_data(context, pointer, len(data), 0) != len(data):
-            self._api.llama_memory_clear(memory, True)
-            return False
-        llm.input_ids[: len(ids)] = ids
-        llm.n_tokens, llm._requires_eval = len(ids), True
-        return True
-
-    # ---- the store -------------------------------------------------------------------------------
-
-    def _longest(self, key: Sequence[int]) -> tuple[int, Known]:
-        """How much of a prompt can be taken up, but for its last token."""
-        most = min(len(key) - 1, self._llm.n_ctx() - 1)
-        known = self._store.find(self._identity, np.asarray(key[: max(most, 0)], np.int64))
-        ends = [node.stop for node in known.checkpoints]
-        some = next(iter((*known.blocks, *known.checkpoints, known.partial)), None)
-        if some is not None and some.variant != "whole":
-            ends.append(known.shared)
-        return max(ends, default=0), known
-
-    def _state(self, known: Known, stop: int) -> tuple[list[Node] | None, np.ndarray | None]:
-        """The files of a state of so many tokens, and its bytes; None: they are none."""
-        path = [node for node in known.blocks if node.stop <= stop]
-        if not path or path[-1].stop < stop or path[-1].variant == "whole":
-            ends = [node for node in known.checkpoints if node.stop == stop] + [known.partial]
-            path += [node for node in ends[:1] if node is not None]
-        files = self._store.read(path)
-        if files is None:
-            return None, None
-        if path[-1].variant == "whole":
-            data = files[-1].get("state")
-            return path, None if data is None else np.array(data, np.uint8).reshape(-1)
-        return path, _joined(files, stop)
+        if len(ids) and _common(ids, np.asarray(key)) == len(ids):
+            self._states.save(ids)
 
 
-def _identity_of(llm: Any, namespace: str) -> str:
-    params = llm.context_params
+def identity_of(path: str, params: Any, namespace: str, lora: Sequence[Any] = ()) -> str:
+    """What decides what a prompt's state is, beside its ids.
+
+    Parameters
+    ----------
+    path : str
+        The model's file.
+    params : llama_context_params
+    namespace : str
+    lora : sequence
+        Adapters.
+    """
     return json.dumps(
         {
             "engine": "llama.cpp",
-            "weights": _digest_of(llm.model_path),
-            "lora": [str(llm.lora_path), str(llm.lora_base), llm.lora_scale],
+            "weights": _digest_of(path),
+            "lora": list(lora),
             "context": {name: getattr(params, name, None) for name in _CONTEXT},
             "namespace": namespace,
         },
@@ -297,5 +344,5 @@ def _joined(files: Sequence[dict[str, np.ndarray]], stop: int) -> np.ndarray | N
             parts += [frame[before:place], rows.tobytes()]
             before = place
         return np.frombuffer(b"".join([*parts, frame[before:]]), np.uint8).copy()
-    except (KeyError, IndexError, ValueError, TypeError):
+    except (KeyError, IndexError, ValueError, TypeError, OverflowError):
         return None

@@ -38,7 +38,7 @@ ORDER = [
     ["kvedge.evaluation"],
     ["kvedge.console"],
     ["kvedge.bench"],
-    ["kvedge.cli"],
+    ["kvedge.cli", "kvedge.llama_cpp_server"],
     ["kvedge.__main__"],
 ]
 

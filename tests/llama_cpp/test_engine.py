@@ -193,3 +193,37 @@ def test_a_cache_in_q8_0_chats_in_the_models_own_template(capsys):
     assert made["engine"] == "llama.cpp" and made["cache"]["dtype"] == "q8_0"
     assert made["text"].startswith(" Paris")
     assert report().taken > before.taken and report().left == before.left
+
+
+@pytest.mark.parametrize("cache", ["float16", "q8_0"])
+def test_a_prompt_store_knows_prompts_of_earlier_runs(write, tmp_path, cache):
+    if cache == "q8_0" and not SMOLLM.exists():
+        pytest.skip("stories260K's rows are shorter than a block of q8_0")
+    prompt = PROMPT * 12
+    model = ("-m", SMOLLM) if cache == "q8_0" else ()
+    options = ("-p", prompt, "-n", 4, "--cache", cache, *model)
+    store = ("--prompt-store", tmp_path)
+    alone = write(*options)
+    first, again = (write(*options, *store) for _ in range(2))
+    assert first["engine"] == "llama.cpp"
+    assert alone["tokens"] == first["tokens"] == again["tokens"]
+    assert (first["reused_tokens"], again["reused_tokens"]) == (0, first["prompt_tokens"] - 1)
+    assert again["prompt_tokens"] == 1
+    assert write(*options, *store, "--namespace", "b")["reused_tokens"] == 0
+    parted = write(*options, "-p", prompt[:-30] + "The dog", "-c", 480, *store)
+    assert parted["reused_tokens"] > 128
+
+
+def test_a_chat_takes_up_what_a_prompt_store_knows(path, tmp_path, monkeypatch, capsys):
+    def chat(*more):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{PROMPT}\nTim had a ball.\n"))
+        arguments = ["generate", "--chat", "--chat-template", template, "-m", path, "-n", 8, *more]
+        assert main([*map(str, arguments)]) == exits.OK
+        return capsys.readouterr()
+
+    template = tmp_path / "plain.jinja"
+    template.write_text(PLAIN)
+    store = ("--prompt-store", tmp_path / "prompts")
+    texts = [chat(*more).out for more in ((), store, store)]
+    assert texts[0] == texts[1] == texts[2]
+    assert any(node.hits for node in kvedge.PrefixStore(tmp_path / "prompts").nodes())

@@ -85,3 +85,35 @@ def test_what_is_no_model_or_store_is_refused(path, tmp_path):
         PrefixCache(model(path)[0], str(tmp_path))
     with pytest.raises(InvalidArgumentError, match=r"must be a llama_cpp\.Llama"):
         PrefixCache(object(), PrefixStore(tmp_path))
+
+
+def test_another_adapter_at_the_same_path_is_another_model(path, tmp_path):
+    llm = model(path)[0]
+    llm.lora_path = str(tmp_path / "adapter")
+    found = []
+    for content in (b"one", b"other", b"one"):
+        (tmp_path / "adapter").write_bytes(content)
+        found.append(PrefixCache(llm, PrefixStore(tmp_path / "prompts"))._states._identity)
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_state_with_forged_cells_is_refused_and_the_context_works(path, tmp_path):
+    wanted = story(model(path)[0], TEXT)
+    llm, cache = model(path, tmp_path)
+    assert story(llm, TEXT) == wanted
+    states, n = cache._states, llm.n_tokens
+    data = states._taken()
+    for place, number in (
+        (3, 0),
+        (3, n + 1),
+        (3, 1 << 30),
+        (4 + 3 * n + 1, 1000),
+        (4 + 3 * n - 3, 1 << 20),
+    ):
+        forged = data.copy()
+        forged[: len(data) // 4 * 4].view("<i4")[place] = number
+        assert not states._put(forged, n)
+    assert not states._put(data[:-1].copy(), n) and not states._put(data[:0].copy(), n)
+    assert not states._put(data, n + 1)
+    llm.reset()
+    assert story(llm, TEXT) == wanted

@@ -47,10 +47,10 @@ def free_port():
 class Server:
     """A server and its client."""
 
-    def __init__(self, path, port, *before):
+    def __init__(self, path, port, *before, server=("llama_cpp.server",)):
         self.process = subprocess.Popen(
             [
-                *(sys.executable, *before, "-m", "llama_cpp.server", "--model", str(path)),
+                *(sys.executable, *before, "-m", *map(str, server), "--model", str(path)),
                 *("--host", "127.0.0.1", "--port", str(port), "--n_ctx", "512", "--n_threads", "1"),
                 *("--flash_attn", "true", "--interrupt_requests", "false", "--verbose", "false"),
             ],
@@ -96,8 +96,8 @@ class Server:
 
 
 @contextmanager
-def served(path, port, *before):
-    server = Server(path, port, *before)
+def served(path, port, *before, **options):
+    server = Server(path, port, *before, **options)
     try:
         yield server
     finally:
@@ -121,3 +121,19 @@ def test_a_server_writes_the_same_texts_with_kvedge(path):
         with served(path, port, "-m", "kvedge", "exec", sys.executable) as again:
             assert again.texts() == expected
             assert re.search(r"[1-9]\d* attention nodes", again.stop())
+
+
+@pytest.mark.subprocess
+def test_a_server_finds_prompts_again_after_a_restart(path, tmp_path):
+    prompts = [(PROMPTS[0] + " ") * 12 + end for end in ("The dog", "A cat sat")]
+    with served(path, free_port()) as alone:
+        expected = [alone.text(prompt, 8) for prompt in prompts]
+    told = []
+    for _ in range(2):
+        command = ("kvedge.llama_cpp_server", "--prompt-store", tmp_path)
+        with served(path, free_port(), server=command) as server:
+            assert [server.text(prompt, 8) for prompt in prompts] == expected
+            told.append(re.findall(r"of (\d+) tokens, (\d+) of them", server.stop()))
+    cold, warm = ([tuple(map(int, pair)) for pair in pairs] for pairs in told)
+    assert [reused for _, reused in cold] == [0, 0]  # the second begins as the context does
+    assert warm[0][0] == cold[0][0] and [total - reused for total, reused in warm] == [1, 1]
