@@ -222,14 +222,7 @@ def _llama_cpp(
 
     def opened(folder: str | None, kind: str) -> Any:
         with _without_repacking(llama_cpp.llama_cpp):
-            llm = llama_cpp.Llama(
-                options.model,
-                n_ctx=len(ids),
-                n_threads=os.cpu_count(),
-                n_threads_batch=os.cpu_count(),
-                flash_attn=True,
-                verbose=False,
-            )
+            llm = llama_cpp.Llama(options.model, n_ctx=len(ids), flash_attn=True, verbose=False)
         if kind == "LlamaDiskCache":
             llm.set_cache(LlamaDiskCache(folder, capacity_bytes=1 << 40))
         elif kind == "PrefixCache":
