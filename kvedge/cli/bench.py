@@ -6,7 +6,7 @@ import argparse
 import functools
 from typing import Any
 
-from kvedge.bench import llama_cpp, show, whole
+from kvedge.bench import llama_cpp, show, store, whole
 from kvedge.bench.benchmark import run_benchmark
 from kvedge.bench.catalog import BENCHMARKS
 from kvedge.console import exits
@@ -25,6 +25,7 @@ EXAMPLES = """\
   kvedge bench prefill --shape Llama-3.2-1B --context 4096
   kvedge bench decode --peers none --formats all
   kvedge bench llama.cpp -m model.gguf
+  kvedge bench store -m model.gguf
   kvedge bench report --out report.html
   kvedge bench decode --save run.json && kvedge bench show run.json --plot run.png
 """
@@ -38,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for module in BENCHMARKS:
         command = _add_parser(names, module)
         command.set_defaults(run=functools.partial(run_benchmark, module))
-    for module in (llama_cpp, whole, show):
+    for module in (llama_cpp, store, whole, show):
         _add_parser(names, module).set_defaults(run=module.run)
 
 

@@ -34,7 +34,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["check_folder", "check_target", "locked", "remove_abandoned", "replacing"]
+__all__ = ["check_folder", "check_target", "locked", "remove_abandoned", "replacing", "sync_folder"]
 
 _NAME_BYTES = 100  # of the target's name in the temporary one: file systems allow 143 to 255
 _MOST_LINKS = 40  # in a row, as Linux follows
@@ -50,7 +50,9 @@ _KINDS = {
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, like: str | None = None) -> Iterator[BinaryIO]:
+def replacing(
+    path: str | os.PathLike[str], *, like: str | None = None, syncs_folder: bool = True
+) -> Iterator[BinaryIO]:
     """Give a new file open for writing, which takes the place of ``path`` if all goes well.
 
     Parameters
@@ -59,6 +61,8 @@ def replacing(path: str | os.PathLike[str], *, like: str | None = None) -> Itera
         Through links, which stay.
     like : str, optional
         A file, perhaps, whose owner and mode the new one gets where there is none at ``path``.
+    syncs_folder : bool
+        False: the caller does it, once for many files, by :func:`sync_folder`.
 
     Raises
     ------
@@ -88,11 +92,19 @@ def replacing(path: str | os.PathLike[str], *, like: str | None = None) -> Itera
         with suppress(OSError):
             os.unlink(temporary)
         raise
+    if syncs_folder:
+        sync_folder(os.path.dirname(target))
+
+
+def sync_folder(folder: str) -> None:
+    """Let renames in a folder last.
+
+    They have happened and cannot be taken back, so a file system that does not sync folders is no
+    failure.
+    """
     if os.name == "posix":
-        # The rename has happened and cannot be taken back, so a file system that does not sync
-        # folders is no failure of the call.
         with suppress(OSError):
-            descriptor = os.open(os.path.dirname(target), os.O_RDONLY)
+            descriptor = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvedge.cache.cache import KVCache, state_of
-from kvedge.cache.state import CacheState, contents_of_stores
+from kvedge.cache.state import CacheState
 from kvedge.core import checks
 from kvedge.errors import CorruptFileError, InvalidArgumentError, ShapeMismatchError
+from kvedge.files.contents import CacheContents, LayerContents
 from kvedge.files.session import own_fields
-from kvedge.layer.copies import new_store
-from kvedge.layer.keys import store_as
 from kvedge.layer.store import LayerStore
 from kvedge.store import rows
 from kvedge.store.entries import BLOCK, Entry, Known
@@ -178,20 +176,21 @@ def load(store: _Store, cache: object, token_ids: object, model: str, namespace:
         if files is None:
             continue
         try:
-            filled = [_filled(layer, files, stop) for layer in layers]
+            divided = [rows.by_layer(arrays) for arrays in files]
+            contents = [
+                _contents(layer, [of.get(str(layer.number), {}) for of in divided], stop)
+                for layer in layers
+            ]
         except CorruptFileError:
             store.forget(path[-1])
             continue
-        state.replace(contents_of_stores(filled, state.format, stop))
+        state.replace(CacheContents(state.format, stop, tuple(contents)))
         store.touch(path)
         return stop
     return 0
 
 
-def _filled(layer: Stored, files: Sequence[rows.Arrays], stop: int) -> LayerStore:
-    """A store of its own like a layer's, that holds what files have of it."""
-    config = replace(layer.store.config, limit=None, capacity=max(stop, 1))
-    own = new_store(type(layer.store), config)
-    store_as(own, own.key_map, layer.store.key_rule)
-    rows.fill(own, layer.number, [rows.of_layer(layer.number, f) for f in files], stop)
-    return own
+def _contents(layer: Stored, files: Sequence[rows.Arrays], stop: int) -> LayerContents:
+    own = rows.contents(layer.store.config, layer.number, files, stop)
+    parts = tuple(own.parts)
+    return LayerContents(*own.rows, own.key_map, num_dropped=own.num_dropped, parts=parts)

@@ -35,14 +35,23 @@ try:
 except ImportError:  # Windows, which removes no file that is mapped
     fcntl = None
 
-__all__ = ["NAME", "About", "file_size", "is_removable", "open_mapped", "read_about", "write"]
+__all__ = [
+    "NAME",
+    "About",
+    "Content",
+    "content",
+    "fcntl",
+    "is_removable",
+    "open_mapped",
+    "read_about",
+    "write",
+]
 
 NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _FORMAT, _VERSION = "kvedge.prefix", "1"
 _FIELDS = {"format", "format_version", "identity", "variant", "parent", "kind", "start", "sha256"}
 _IDS = "ids"
 _MOST_TENSORS = 1 << 17
-_HEADER = 160  # bytes of an entry at most, for what a file is about to take
 
 
 class About(NamedTuple):
@@ -66,26 +75,33 @@ def _fields(about: About) -> dict[str, str]:
     return {name: str(value) for name, value in own.items() if name != _IDS}
 
 
-def file_size(about: About, arrays: Mapping[str, np.ndarray]) -> int:
-    """Bytes that a file takes, or a little more."""
-    names = len(about.identity) + len(about.variant) + 1024
-    return len(about.ids) + names + sum(a.nbytes + _HEADER for a in arrays.values())
+class Content(NamedTuple):
+    """The bytes of a file that is to be written."""
+
+    name: str  # its digest
+    pieces: list[bytes | memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(len(piece) for piece in self.pieces)
 
 
-def write(folder: str, about: About, arrays: Mapping[str, np.ndarray]) -> tuple[str, int]:
-    """Write a file, synced; its digest and its bytes."""
+def content(about: About, arrays: Mapping[str, np.ndarray]) -> Content:
+    """A file as :func:`write` takes it; arrays are not copied."""
     ids = np.frombuffer(about.ids, "<i4").astype(np.int32)
     tensors = typed({_IDS: ids, **arrays})
     order = sorted(tensors, key=lambda name: (-tensors[name][1].itemsize, name))
     sha256 = digest(_fields(about), tensors)
     head = header({**_fields(about), "sha256": sha256}, {name: tensors[name] for name in order})
-    size = len(head)
-    with replacing(os.path.join(folder, f"{sha256}.safetensors")) as file:
-        file.write(head)
-        for name in order:
-            file.write(tensors[name][1].reshape(-1).view(np.uint8).data)
-            size += tensors[name][1].nbytes
-    return sha256, size
+    arrays_of = (tensors[name][1].reshape(-1).view(np.uint8).data for name in order)
+    return Content(sha256, [head, *arrays_of])
+
+
+def write(folder: str, content: Content) -> None:
+    """Write a file, synced, but for its name in the folder: that is for the caller to sync."""
+    with replacing(os.path.join(folder, f"{content.name}.safetensors"), syncs_folder=False) as file:
+        file.writelines(content.pieces)
 
 
 def _open(path: str) -> BinaryIO:
@@ -150,9 +166,9 @@ def open_mapped(path: str, about: About, *, is_known: bool) -> dict[str, np.ndar
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         arrays = {name: _array(mapping, tensor) for name, tensor in tensors.items()}
         if not is_known:
-            content = {name: (tensors[name].dtype, array) for name, array in arrays.items()}
-            content[_IDS] = ("I32", np.frombuffer(about.ids, np.int32))
-            if digest(fields, content) != fields["sha256"]:
+            covered = {name: (tensors[name].dtype, array) for name, array in arrays.items()}
+            covered[_IDS] = ("I32", np.frombuffer(about.ids, np.int32))
+            if digest(fields, covered) != fields["sha256"]:
                 corrupt("its content does not match its sha256: it was changed or damaged")
         return arrays
 

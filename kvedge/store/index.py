@@ -8,13 +8,16 @@ that no row names, or a row whose file is missing, and :meth:`Index.mend` makes 
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from kvedge.errors import CorruptFileError, KvedgeError
-from kvedge.store.files import NAME, About, is_removable, read_about
+from kvedge.store.files import NAME, About, fcntl, is_removable, read_about
 
 sqlite3: Any
 try:
@@ -27,6 +30,7 @@ __all__ = ["INDEX", "DatabaseError", "Index", "Node"]
 DatabaseError: Any = KvedgeError if sqlite3 is None else sqlite3.DatabaseError
 
 INDEX = "index-1.sqlite"  # of another name where a version of it changes
+_NOT_THERE = (errno.ENOLCK, errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP)
 _WAIT = 60.0  # seconds for another writer
 _MOST = 1 << 62  # what a damaged index may say of uses
 _SCHEMA = """
@@ -135,16 +139,34 @@ class Index:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.folder, INDEX + suffix))
 
+    def _check_system(self) -> None:
+        """Refuse a file system without locks or shared memory: SQLite says less."""
+        if fcntl is None:
+            return
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.truncate(1)
+                mmap.mmap(file.fileno(), 1).close()
+        except OSError as error:
+            if error.errno in _NOT_THERE:
+                raise self._no_file_system() from error
+
+    def _no_file_system(self) -> KvedgeError:
+        return KvedgeError(
+            f"{self.folder}: its file system has no shared memory or no locks, which an index "
+            "needs: choose a folder on a local disk"
+        )
+
     def _open(self) -> None:
+        self._check_system()
         with self.reading() as db:
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
-                raise KvedgeError(
-                    f"{self.folder}: its file system has no shared memory or no locks, which an "
-                    "index needs: choose a folder on a local disk"
-                )
-            db.executescript(_SCHEMA)
-            db.execute("PRAGMA user_version = 1")  # it can be written
+                raise self._no_file_system()
+            if db.execute("PRAGMA user_version").fetchone() != (1,):
+                db.executescript(_SCHEMA)
+                db.execute("PRAGMA user_version = 1")
             self.select(db, "0")  # it has all columns
             if db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
                 raise sqlite3.DatabaseError("damaged")
@@ -180,7 +202,7 @@ class Index:
                     self.unlink(name)
                 else:
                     self.add(db, parent, about, name, nbytes)
-            self._drop_orphans(db)
+            self.drop_orphans(db)
             self._remove_temporary()
 
     def _remove_temporary(self) -> None:
@@ -198,7 +220,8 @@ class Index:
         found = row.fetchone()
         return None if found is None else int(found[0])
 
-    def _drop_orphans(self, db: Any) -> None:
+    def drop_orphans(self, db: Any) -> None:
+        """Drop nodes whose parent has gone, and their files."""
         while True:
             orphans = db.execute(
                 "SELECT id, name FROM node WHERE parent != 0 "
@@ -270,7 +293,7 @@ class Index:
         with self.writing() as db:
             db.execute("DELETE FROM node WHERE id = ?", (node.id,))
             self.unlink(node.name)
-            self._drop_orphans(db)
+            self.drop_orphans(db)
 
     @staticmethod
     def total(db: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,14 +13,16 @@ from kvedge.cache.cache import KVCache
 from kvedge.core import checks
 from kvedge.core.checks import checked_path
 from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError
+from kvedge.files.replacing import sync_folder
 from kvedge.store import caches
 from kvedge.store.entries import BLOCK, Entry, Known
-from kvedge.store.files import About, file_size, open_mapped, write
+from kvedge.store.files import About, content, open_mapped, write
 from kvedge.store.index import DatabaseError, Index, Node
 
 __all__ = ["PrefixStore"]
 
 _Result = TypeVar("_Result")
+_THREADS = 8  # that wait for the disk at a time: syncs of several files take little longer than one
 
 
 class PrefixStore:
@@ -210,46 +213,55 @@ class PrefixStore:
     def _put(self, identity: str, ids: bytes, entries: Iterable[Entry], variant: str) -> int:
         blocks: dict[int, Node] = {}  # by their ends
         kept: list[Node] = []
-        written, failure = 0, None
+        files: list[tuple[Node, Future[None]]] = []
         with self._index.writing() as db:
-            for entry in entries:
-                self._check(entry, len(ids) // 4)
-                before = blocks.get(entry.start)
-                if entry.start and before is None:
-                    break  # there was no room for it
-                parent, own_identity = (before.id, "") if before else (0, identity)
-                about = About(
-                    own_identity,
-                    variant,
-                    before.name if before else "",
-                    entry.kind,
-                    entry.start,
-                    ids[4 * entry.start : 4 * entry.stop],
-                )
-                same = self._index.children(db, before, entry.kind, identity, about.ids)
-                node = next((n for n in same if n.variant == variant and self._is_there(n)), None)
-                if node is None:
-                    arrays = entry.arrays()
-                    size, ours = file_size(about, arrays), [n.id for n in kept]
-                    if self.max_bytes is not None and not self._index.make_room(
-                        db, size, self.max_bytes, ours
-                    ):
-                        break
-                    try:
-                        name, nbytes = write(self.folder, about, arrays)
-                    except OSError as error:
-                        failure = error
-                        break
-                    db.execute("DELETE FROM node WHERE name = ?", (name,))  # its file was lost
-                    node = self._index.add(db, parent, about, name, nbytes)
-                    written += 1
-                kept.append(node)
-                if entry.kind == "block":
-                    blocks[entry.stop] = node
+            # While files are synced, the next ones are prepared.
+            with ThreadPoolExecutor(_THREADS) as pool:
+                for entry in entries:
+                    self._check(entry, len(ids) // 4)
+                    before = blocks.get(entry.start)
+                    if entry.start and before is None:
+                        break  # there was no room for it
+                    parent, own_identity = (before.id, "") if before else (0, identity)
+                    about = About(
+                        own_identity,
+                        variant,
+                        before.name if before else "",
+                        entry.kind,
+                        entry.start,
+                        ids[4 * entry.start : 4 * entry.stop],
+                    )
+                    same = self._index.children(db, before, entry.kind, identity, about.ids)
+                    there = (n for n in same if n.variant == variant and self._is_there(n))
+                    node = next(there, None)
+                    if node is None:
+                        file, ours = content(about, entry.arrays()), [n.id for n in kept]
+                        if self.max_bytes is not None and not self._index.make_room(
+                            db, file.nbytes, self.max_bytes, ours
+                        ):
+                            break
+                        if len(files) >= _THREADS and files[-_THREADS][1].exception():
+                            break  # this also bounds the arrays that wait
+                        db.execute("DELETE FROM node WHERE name = ?", (file.name,))  # it was lost
+                        node = self._index.add(db, parent, about, file.name, file.nbytes)
+                        files.append((node, pool.submit(write, self.folder, file)))
+                    kept.append(node)
+                    if entry.kind == "block":
+                        blocks[entry.stop] = node
+            errors = [error for _, future in files if (error := future.exception()) is not None]
+            for error in errors:
+                if not isinstance(error, OSError):
+                    raise error
+            lost = [(node.id,) for node, future in files if future.exception() is not None]
+            db.executemany("DELETE FROM node WHERE id = ?", lost)
+            if lost:
+                self._index.drop_orphans(db)
+            if files:
+                sync_folder(self.folder)
             self._index.touch(db, kept)
-        if failure is not None:
-            raise failure
-        return written
+        if errors:
+            raise errors[0]
+        return len(files)
 
     def _is_there(self, node: Node) -> bool:
         return os.path.exists(self._index.path(node.name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,16 @@ from kvedge.layer.parts import DRAFT, PartContents, kept_rows, last_rows
 from kvedge.layer.room import reserve
 from kvedge.layer.store import LayerStore
 
-__all__ = ["Arrays", "block", "checkpoint", "fill", "has_last", "of_layer", "variant_of"]
+__all__ = [
+    "Arrays",
+    "block",
+    "by_layer",
+    "checkpoint",
+    "contents",
+    "fill",
+    "has_last",
+    "variant_of",
+]
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -45,10 +55,13 @@ def variant_of(stores: Iterable[LayerStore]) -> str | None:
     return "" if is_plain else digest.hexdigest()
 
 
-def of_layer(number: int, arrays: Arrays) -> dict[str, np.ndarray]:
-    """The arrays of a layer among those of a file."""
-    begin = f"{number}."
-    return {name[len(begin) :]: a for name, a in arrays.items() if name.startswith(begin)}
+def by_layer(arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
+    """The arrays of a file, by the number of their layer, as a text."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, array in arrays.items():
+        number, _, own = name.partition(".")
+        found.setdefault(number, {})[own] = array
+    return found
 
 
 def _form(config: LayerConfig) -> LayerConfig:
@@ -145,15 +158,24 @@ def _joined(
     return Slabs(*slabs)
 
 
-def fill(store: LayerStore, number: int, files: Sequence[Arrays], stop: int) -> None:
-    """Let an empty layer hold the tokens before a position, from its arrays of files in order.
+class Contents(NamedTuple):
+    """The tokens of a layer."""
+
+    rows: Slabs
+    key_map: KeyMap
+    num_dropped: int
+    parts: list[PartContents]
+
+
+def contents(config: LayerConfig, number: int, files: Sequence[Arrays], stop: int) -> Contents:
+    """The tokens before a position, from the arrays of a layer in files, in order.
 
     Raises
     ------
     CorruptFileError
         The arrays are none of such a layer.
     """
-    config, last = store.config, files[-1]
+    last = files[-1]
     dropped, start, end = 0, 0, stop
     if "at" in last:
         at = check_array(last, "at", np.int64, (3,))
@@ -198,8 +220,14 @@ def fill(store: LayerStore, number: int, files: Sequence[Arrays], stop: int) -> 
             corrupt(f"layer {number} lacks tokens behind its runs")
         if config.in_runs:
             parts.append(PartContents(runs, key_map))
-    reserve(store, tokens)
-    copies.fill(store, rows, key_map, store.key_rule, dropped, parts)
+    return Contents(rows, key_map, dropped, parts)
+
+
+def fill(store: LayerStore, number: int, files: Sequence[Arrays], stop: int) -> None:
+    """Let an empty layer hold the :func:`contents`."""
+    own = contents(store.config, number, files, stop)
+    reserve(store, stop - own.num_dropped)
+    copies.fill(store, own.rows, own.key_map, store.key_rule, own.num_dropped, own.parts)
 
 
 def _copy(vector: np.ndarray | None) -> np.ndarray | None:

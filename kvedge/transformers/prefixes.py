@@ -302,8 +302,9 @@ def _as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 def _hold(cache: Any, files: list[Any], gaps: list[int], column: int) -> None:
     """Let an empty cache hold the first columns of all rows, from the files of each."""
+    divided = [[stored_rows.by_layer(arrays) for arrays in of_row] for of_row in files]
     for n, layer in enumerate(cache.layers):
-        own = [[stored_rows.of_layer(n, arrays) for arrays in of_row] for of_row in files]
+        own = [[arrays.get(str(n), {}) for arrays in of_row] for of_row in divided]
         if isinstance(layer, KvedgeLayer) and any("shape" in arrays for arrays in own[0]):
             _hold_rows(layer, n, own, gaps, column)
         if states.has_state(layer):

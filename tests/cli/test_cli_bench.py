@@ -383,3 +383,19 @@ def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):
     assert main(["bench", "decode", *COMMANDS["decode"], "--json"]) == exits.INTERRUPTED
     report = json.loads(capsys.readouterr().out)
     assert report["interrupted"] and len(report["cases"]) == 1
+
+
+def test_store_counts_the_bytes_of_conversations_that_share_a_beginning(capsys):
+    from kvedge.data import STORIES_MODEL
+
+    sizes = ("--tokens", "300", "--shared", "256", "--conversations", "2", "--rounds", "1")
+    command = ["bench", "store", "-m", str(STORIES_MODEL), *sizes, "--no-llama-cpp"]
+    assert main([*command, "--json"]) == exits.OK
+    report = json.loads(capsys.readouterr().out)
+    assert report["stored_bytes"] > 0 and report["llama.cpp"] == {}
+    # Three blocks of 256 tokens, and two ends of none: the beginning is there once.
+    assert 0.9 < report["conversations_bytes"] / report["tokens_bytes"] < 1.5
+    assert main(command) == exits.OK
+    assert "after a restart" in capsys.readouterr().out
+    assert main([*command, "--tokens", "100000"]) == exits.USAGE
+    assert "the model has room for" in capsys.readouterr().err

@@ -1,8 +1,15 @@
 """PrefixStore.save and load: a KVCache, and a sequence of a pool, go on as they were."""
 
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import kvedge
 from kvedge import KvBlockPool, KVCache, PagedKvCache, PrefixStore
 from kvedge.errors import InvalidArgumentError, ShapeMismatchError
 
@@ -51,6 +58,35 @@ def test_a_cache_that_was_loaded_goes_on_as_the_one_that_was_saved(tmp_path, opt
     assert store.load(other, np.arange(700), model="m") == 600
     assert_alike(cache, other)
     assert store.load(cache_of({"dtype": "bfloat16"}), ids, model="m") == 0
+
+
+LOADED = """
+import sys
+sys.path[:0] = [sys.argv[1]]
+from test_caches import *
+for number, options in enumerate(OPTIONS):
+    cache = cache_of(options)
+    assert PrefixStore(sys.argv[2]).load(cache, np.arange(600), model=str(number)) == 600
+    print(bits_of(cache))
+"""
+
+
+def bits_of(cache):
+    rows = [array for layer in range(2) for array in (cache.k(layer), cache.v(layer))]
+    return hashlib.sha256(b"".join(array.tobytes() for array in rows)).hexdigest()
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("path", [{"KVEDGE_ISA": "scalar"}, {"KVEDGE_BACKEND": "numpy"}], ids=str)
+def test_another_kernel_path_finds_the_same_bits_after_a_restart(tmp_path, path):
+    caches = [cache_of(options, 600) for options in OPTIONS]
+    for number, cache in enumerate(caches):
+        PrefixStore(tmp_path).save(cache, np.arange(600), model=str(number))
+    env = {k: v for k, v in os.environ.items() if k not in ("KVEDGE_ISA", "KVEDGE_BACKEND")}
+    env |= {"PYTHONPATH": str(Path(kvedge.__file__).parents[1]), **path}
+    command = [sys.executable, "-c", LOADED, Path(__file__).parent, tmp_path]
+    found = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert found.stdout.split() == [bits_of(cache) for cache in caches], found.stderr
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)

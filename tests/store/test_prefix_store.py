@@ -133,6 +133,18 @@ def test_a_budget_of_a_few_blocks_is_kept_and_ends_go_before_beginnings(tmp_path
     assert store.prune(1) == 0 and not list(tmp_path.glob("*.safetensors"))
 
 
+def test_clocks_that_go_back_change_nothing(tmp_path):
+    """The order of uses is counted; no time of a file or of the system is looked at."""
+    store = PrefixStore(tmp_path)
+    for seed, seconds in ((0, 2**31), (1, 10**9), (2, 0)):
+        put(store, text(300, seed))
+        for path in tmp_path.glob("*.safetensors"):
+            os.utime(path, (seconds, seconds))
+    store = PrefixStore(tmp_path)
+    store.prune(store.nbytes * 2 // 3)
+    assert [reach(store, text(300, seed)) for seed in range(3)] == [0, 300, 300]
+
+
 def test_what_is_mapped_does_not_go(tmp_path):
     store, ids = PrefixStore(tmp_path), text(BLOCK)
     store.put("model", ids, entries(ids)[:1])
