@@ -48,6 +48,7 @@ def entries(
     *,
     needs_end: bool,
     first: Mapping[str, np.ndarray] | None = None,
+    of_tokens: Callable[[int, int], Mapping[str, np.ndarray]] | None = None,
     more: Callable[[], Mapping[str, np.ndarray]] = dict,
 ) -> Iterator[Entry]:
     """What is to be stored of layers that stand at a position.
@@ -61,6 +62,8 @@ def entries(
         Windows or states are among what is stored: there are checkpoints at `stop` alone.
     first : arrays, optional
         What the first file and each checkpoint have besides.
+    of_tokens : callable, optional
+        Gives arrays of a range of tokens, as index keys, that the file of that range has besides.
     more : callable
         Gives arrays that the checkpoint at `stop` has besides.
     """
@@ -70,6 +73,7 @@ def entries(
     def block(end: int) -> dict[str, np.ndarray]:
         start = end - BLOCK
         arrays = {} if start else dict(first or {})
+        arrays |= of_tokens(start, end) if of_tokens else {}
         for number, store, _ in full:
             own = rows.block(store, start, end)
             arrays |= {f"{number}.{name}": array for name, array in own.items()}
@@ -77,6 +81,7 @@ def entries(
 
     def checkpoint(start: int, end: int, draft: bool) -> dict[str, np.ndarray]:
         arrays = dict(first or {}) | dict(more() if draft else {})
+        arrays |= of_tokens(start, end) if of_tokens else {}
         for number, store, is_full in layers:
             own = rows.checkpoint(store, start if is_full else 0, end, draft=draft)
             arrays |= {f"{number}.{name}": array for name, array in own.items()}

@@ -100,10 +100,11 @@ def _first_of_last(config: LayerConfig, stop: int, *, draft: bool) -> int:
 
 def has_last(store: LayerStore, stop: int, *, draft: bool = False) -> bool:
     """Whether a layer still has the last tokens before a position as it read them there."""
-    parts, config = store.snapshot().parts, store.config
+    view, config = store.snapshot(), store.config
+    parts = view.parts
     if parts is None:
         return True
-    first = _first_of_last(config, stop, draft=draft)
+    first = max(_first_of_last(config, stop, draft=draft), view.num_dropped // RUN * RUN)
     there = first == stop or parts.last_at <= first
     return there and (not config.in_runs or parts.last_at <= stop // RUN * RUN)
 

@@ -25,7 +25,6 @@ from kvedge.transformers import session, states
 from kvedge.transformers.checkpoints import Checkpoints, take
 from kvedge.transformers.drafts import Drafts
 from kvedge.transformers.evicting import evict_due
-from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.kept_states import as_state_dtype
 from kvedge.transformers.layers import KvedgeSlidingLayer
 from kvedge.transformers.options import StoreOptions, of_policy, storage_of, stored_text
@@ -162,11 +161,6 @@ class KvedgeCache(Cache):
             self._share = join(group, timeout, block_size=block_size, weights=weights)
         layers = layers_for(config, self._options, self._share)
         self._options.check(len(layers))
-        if store is not None and any(isinstance(layer, KvedgeIndexedLayer) for layer in layers):
-            raise InvalidArgumentError(
-                f"a store keeps no index keys yet, which layers of {type(config).__name__} have: "
-                "save() keeps them"
-            )
         if state_dtype is not None and not any(map(states.has_state, layers)):
             raise InvalidArgumentError(
                 f"state_dtype={state_dtype!r} is for models with recurrent states, and no layer of "

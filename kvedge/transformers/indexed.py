@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from kvedge.errors import ShapeMismatchError
 from kvedge.transformers.layers import KvedgeLayer
@@ -32,8 +33,9 @@ class _Pooled(NamedTuple):
 class KvedgeIndexedLayer(KvedgeLayer):
     """Full attention with an index. A layer may hold index keys alone and read another's rows."""
 
-    def __init__(self, options: StoreOptions, index: int) -> None:
+    def __init__(self, options: StoreOptions, index: int, *, counts_padding: bool = False) -> None:
         super().__init__(options, index)
+        self.counts_padding = counts_padding  # blocks are counted from the first token of padding
         self._index_keys: torch.Tensor | None = None  # (batch, room, width)
         self.index_length = 0  # tokens that have index keys
         self._pooled: dict[int, _Pooled] = {}  # keys of blocks, by row; made anew where they lack
@@ -183,6 +185,28 @@ class KvedgeIndexedLayer(KvedgeLayer):
         """What a file holds of the index, by name."""
         tensors = {"keys": self.indexer_keys, "positions": self.indexer_position_ids}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def index_of_tokens(self, row: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """As :meth:`index_tensors`, of some tokens of a row: (tokens, width), (tokens, axes)."""
+        keys, positions = self.indexer_keys, self.indexer_position_ids
+        found = {} if keys is None else {"keys": keys[row, start:stop]}
+        if positions is not None:
+            found["positions"] = positions[:, row, start:stop].T
+        return found
+
+    def hold_index(self, of_rows: list[dict[str, torch.Tensor]], gaps: list[int]) -> None:
+        """Have what :meth:`index_of_tokens` gave of all tokens of each row behind its padding."""
+        tensors = {}
+        for name in of_rows[0]:
+            padded = [
+                functional.pad(row[name], (0, 0, gap, 0))
+                for row, gap in zip(of_rows, gaps, strict=True)
+            ]
+            tensors[name] = torch.stack(padded)
+        positions = tensors.get("positions")
+        self.put_index(
+            tensors.get("keys"), None if positions is None else positions.permute(2, 0, 1)
+        )
 
     def put_index_tensors(self, tensors: dict[str, torch.Tensor], length: int) -> None:
         """Have what :meth:`index_tensors` gave, of `length` tokens.

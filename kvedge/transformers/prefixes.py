@@ -26,9 +26,10 @@ from kvedge.files.tensors import check_array
 from kvedge.layer.layer import store_of
 from kvedge.store import rows as stored_rows
 from kvedge.store.caches import Stored, entries, path_to, positions
-from kvedge.store.entries import Entry
+from kvedge.store.entries import BLOCK, Entry
 from kvedge.store.prefix_store import PrefixStore
 from kvedge.transformers import session, states
+from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 from kvedge.transformers.options import is_for_each_layer, stored_text
@@ -80,11 +81,8 @@ class Prefixes:
         config: Any = caller.f_locals["generation_config"]
         ids: torch.Tensor = caller.f_locals["input_ids"]
         more: dict[str, Any] = caller.f_locals["model_kwargs"]
-        if (
-            more.get("inputs_embeds") is not None
-            or config.num_beams > 1
-            or not more.keys() <= _OF_TEXT
-        ):
+        said = {name for name, value in more.items() if not (value is None or _is_empty(value))}
+        if config.num_beams > 1 or not said <= _OF_TEXT:
             return
         length, mask = cache.get_seq_length(), more.get("attention_mask")
         self._ids = []
@@ -115,11 +113,28 @@ class Prefixes:
             self._ids = []
             return
         self._stored = length
+        if length < self._end - 1 and (length // BLOCK) % self._blocks_between(cache):
+            return
         try:
             self.save(cache, self._ids, self._gaps, length)
         except (OSError, KvedgeError) as error:
             self._ids = []
             warnings.warn(f"the prompt is not stored: {error}", RuntimeWarning, stacklevel=5)
+
+    def _blocks_between(self, cache: Any) -> int:
+        """Blocks from one checkpoint of a prompt to the next: all take a quarter of the budget."""
+        if self.store.max_bytes is None or not cache._needs_checkpoints:
+            return 1
+        nbytes = 0  # of windows and states
+        for layer in cache.layers:
+            if states.has_state(layer) or isinstance(layer, KvedgeSlidingLayer):
+                full = () if isinstance(layer, KvedgeSlidingLayer) else getattr(layer, "rows", ())
+                nbytes += layer.memory_bytes - sum(row.memory_bytes for row in full)
+        nbytes *= self._end // BLOCK
+        between = 1
+        while nbytes // between > self.store.max_bytes // 4:
+            between *= 2
+        return between
 
     def store_now(self, cache: Any, ids: torch.Tensor, model: Any) -> int:
         """Store all tokens that a cache holds; ids (batch, tokens) are noted."""
@@ -143,14 +158,15 @@ class Prefixes:
         written = 0
         for i, (row, gap) in enumerate(zip(ids, gaps, strict=True)):
             full = [(n, layer) for n, layer in _attending(cache) if _is_full(layer)]
-            if length <= gap or any(layer.padding[i] != gap for _, layer in full):
+            is_other = any(layer.padding[i] != gap for _, layer in full)
+            if length <= gap or is_other or not _is_its_own(cache, gap):
                 continue
             variant = stored_rows.variant_of(store_of(x.rows[i]) for _, x in _attending(cache))
             if variant is not None:
                 written += self.store.put(
                     self._identity,
                     row[: length - gap],
-                    _entries(cache, i, length - gap),
+                    _entries(cache, i, gap, length - gap),
                     variant=variant,
                 )
         return written
@@ -165,6 +181,8 @@ class Prefixes:
             ]
         except KvedgeError as error:
             warnings.warn(f"no prompt is looked up: {error}", RuntimeWarning, stacklevel=6)
+            return 0
+        if not all(_is_its_own(cache, gap) for gap in gaps):
             return 0
         is_plain = _is_plain(cache)
         columns = [
@@ -195,12 +213,18 @@ _OF_TEXT = {
 }  # fmt: skip
 
 
+def _is_empty(value: Any) -> bool:
+    """Whether an argument says nothing, as the images of a text: ``{}``."""
+    return isinstance(value, (dict, list, tuple)) and not value
+
+
 def _chunks(cache: Any, new: int) -> Any:
-    """Tokens of the steps that read a prompt: its last one alone, behind a checkpoint."""
+    """Tokens of the steps that read a prompt: up to ends of blocks, its last one alone."""
     if not cache._needs_checkpoints:
         return new - 1
-    every = cache._checkpoints.every
-    sizes = [every] * ((new - 1) // every) + [(new - 1) % every, 1]
+    every, start = min(cache._checkpoints.every, BLOCK), cache.get_seq_length()
+    first = min(-start % every, new - 1)
+    sizes = [first, *[every] * ((new - 1 - first) // every), (new - 1 - first) % every, 1]
     return [size for size in sizes if size]  # as torch.split takes them
 
 
@@ -233,6 +257,12 @@ def _attending(cache: Any) -> list[tuple[int, KvedgeLayer]]:
     ]
 
 
+def _is_its_own(cache: Any, gap: int) -> bool:
+    """Whether what layers hold of a row behind such padding is that of the row alone."""
+    indexed = (layer for layer in cache.layers if isinstance(layer, KvedgeIndexedLayer))
+    return gap == 0 or not any(layer.counts_padding for layer in indexed)
+
+
 def _is_plain(cache: Any) -> bool:
     """Whether blocks alone bring a cache back, at any position."""
     storage, values = cache._options.storage, []
@@ -246,9 +276,19 @@ def _is_plain(cache: Any) -> bool:
 # ---- arrays --------------------------------------------------------------------------------------
 
 
-def _entries(cache: Any, row: int, stop: int) -> Iterator[Entry]:
-    """What is to be stored of a row of the batch whose layers stand at a position."""
+def _entries(cache: Any, row: int, gap: int, stop: int) -> Iterator[Entry]:
+    """What is to be stored of a row of the batch, behind padding, whose layers are at `stop`."""
     attending = _attending(cache)
+    indexed = [(n, x) for n, x in enumerate(cache.layers) if isinstance(x, KvedgeIndexedLayer)]
+
+    def of_tokens(start: int, end: int) -> dict[str, np.ndarray]:
+        return {
+            f"{n}.index.{name}.{str(tensor.dtype).removeprefix('torch.')}": _as_numpy(
+                tensor.contiguous()
+            )
+            for n, layer in indexed
+            for name, tensor in layer.index_of_tokens(row, gap + start, gap + end).items()
+        }
 
     def more() -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
@@ -259,7 +299,9 @@ def _entries(cache: Any, row: int, stop: int) -> Iterator[Entry]:
 
     layers = [Stored(n, store_of(x.rows[row]), _is_full(x)) for n, x in attending]
     needs_end = cache._needs_checkpoints
-    return entries(layers, stop, needs_end=needs_end, first=_shapes(attending), more=more)
+    return entries(
+        layers, stop, needs_end=needs_end, first=_shapes(attending), of_tokens=of_tokens, more=more
+    )
 
 
 def _shapes(attending: list[tuple[int, KvedgeLayer]]) -> dict[str, np.ndarray]:
@@ -307,6 +349,8 @@ def _hold(cache: Any, files: list[Any], gaps: list[int], column: int) -> None:
         own = [[arrays.get(str(n), {}) for arrays in of_row] for of_row in divided]
         if isinstance(layer, KvedgeLayer) and any("shape" in arrays for arrays in own[0]):
             _hold_rows(layer, n, own, gaps, column)
+        if isinstance(layer, KvedgeIndexedLayer):
+            _hold_index(layer, n, own, gaps, column)
         if states.has_state(layer):
             _hold_states(layer, n, [of_row[-1] for of_row in own])
 
@@ -336,6 +380,28 @@ def _hold_rows(layer: KvedgeLayer, n: int, own: list[Any], gaps: list[int], colu
     layer.padding, layer.dtype, layer.is_initialized = padding, _DTYPES[dtype], True
     layer.version += 1
     layer.forget_begun()
+
+
+def _hold_index(
+    layer: KvedgeIndexedLayer, n: int, own: list[Any], gaps: list[int], column: int
+) -> None:
+    of_rows: list[dict[str, torch.Tensor]] = []
+    try:
+        for of_row, gap in zip(own, gaps, strict=True):
+            names = sorted(name for name in of_row[0] if name.startswith("index."))
+            tensors = {}
+            for name in names:
+                _, kind, dtype = name.split(".")
+                tensor = torch.cat([_as_tensor(arrays[name], dtype) for arrays in of_row])
+                tensors[kind] = tensor[: column - gap]
+                if tensor.ndim != 2 or len(tensors[kind]) != column - gap:
+                    raise ValueError(f"index keys {tuple(tensor.shape)}, of {column - gap} tokens")
+                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                    raise ValueError("index keys that are not finite")
+            of_rows.append(tensors)
+        layer.hold_index(of_rows, gaps)
+    except (KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise CorruptFileError(f"layer {n}: {error}") from error
 
 
 def _hold_states(layer: Any, n: int, own: list[dict[str, np.ndarray]]) -> None:

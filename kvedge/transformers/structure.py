@@ -95,7 +95,8 @@ def _layer_for(layer: Any, index: int, options: StoreOptions, share: Any) -> Any
                 f"layer {index} of the model chooses by an index which tokens are read: a "
                 f"KvedgeCache has no {asked} for it"
             )
-        return KvedgeIndexedLayer(options, index)
+        counts_padding = kind not in _INDEXED
+        return KvedgeIndexedLayer(options, index, counts_padding=counts_padding)
     if kind is DynamicLayer and share is not None:
         from kvedge.transformers.sharded import KvedgeShardedLayer
 

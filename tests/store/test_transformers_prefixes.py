@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+from tiny_indexed import INDEXED, indexed_model
 from tiny_models import KvedgeCache, prompt, torch, transformers
 from tiny_structures import model_of
 
@@ -114,6 +115,53 @@ def test_rows_with_padding_are_sequences_of_their_own(tmp_path, name, options):
     assert alone.reused == 282  # as a batch of its own
 
 
+def test_checkpoints_of_a_prompt_keep_to_a_quarter_of_the_budget(tmp_path):
+    model, ids = model_of("FalconH1"), prompt(1, 2100)["input_ids"]
+    ends = {}
+    for name, max_bytes in (("all", None), ("few", 5 << 18)):
+        store = PrefixStore(tmp_path / name, max_bytes=max_bytes)
+        assert answer(model, store, ids)[0].reused == 0
+        ends[name] = sorted(node.stop for node in store.nodes() if node.kind == "checkpoint")
+        assert answer(model, store, ids)[0].reused == 2099
+    assert ends["all"] == [*range(256, 2049, 256), 2099]
+    assert ends["few"][-1] == 2099 and 1 < len(ends["few"]) < 7
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_index_keys_are_stored_with_their_tokens(tmp_path, name):
+    model, store = indexed_model(name), PrefixStore(tmp_path)
+    ids = prompt(2, 300)["input_ids"]
+    mask = torch.ones_like(ids)
+    if name == "Qwen4ExpForCausalLM":  # rows of the others hold padding
+        mask[1, :9] = 0
+    cold, first = answer(model, store, ids, mask)
+    if name == "Glm5NextForConditionalGeneration":  # tells no cache that a step begins
+        assert cold.store_prefix(first.sequences, model=model) > 0
+        ids = torch.cat([first.sequences, ids[:, :1]], 1)
+        warm, second = answer(model, PrefixStore(tmp_path), ids)
+        assert warm.reused == 302
+        plain = answer(model, None, ids)[1]
+        assert torch.equal(second.sequences, plain.sequences)
+        return
+    warm, second = answer(model, PrefixStore(tmp_path), ids, mask)
+    assert cold.reused == 0 and warm.reused == 299
+    assert all(map(torch.equal, first.logits, second.logits))
+    assert_same(cold, warm)
+    assert warm.memory_bytes == cold.memory_bytes
+    other = torch.cat([ids[:1, :280], prompt(1, 9, seed=1)["input_ids"]], 1)
+    longer, third = answer(model, store, other)
+    assert longer.reused >= 256
+    assert torch.equal(third.sequences, answer(model, None, other)[1].sequences)
+
+
+def test_rows_whose_blocks_count_padding_are_not_stored(tmp_path):
+    model, ids = indexed_model("MiniMaxM3VLForCausalLM"), prompt(1, 300)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    for _ in range(2):
+        assert answer(model, PrefixStore(tmp_path), ids, mask)[0].reused == 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_turn_is_stored_with_its_answer(tmp_path, name):
     model, store = model_of(name), PrefixStore(tmp_path)
@@ -143,7 +191,5 @@ def test_what_a_store_cannot_serve_is_refused(tmp_path):
         KvedgeCache(config, store=store, eviction="snapkv:tokens=512")
     with pytest.raises(InvalidArgumentError, match=r"must be a kvedge\.PrefixStore"):
         KvedgeCache(config, store=str(tmp_path))
-    with pytest.raises(InvalidArgumentError, match="no index keys yet, which layers of Deepseek"):
-        KvedgeCache(transformers.DeepseekV32Config(num_hidden_layers=2), store=store)
     with pytest.raises(InvalidArgumentError, match="needs a cache that was given a store"):
         KvedgeCache(config).store_prefix([[1]])
