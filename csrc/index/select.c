@@ -61,6 +61,12 @@ static int64_t keys_seen(const kvedge_index_call *call, int64_t row) {
   return (call->first_position + row + 1) / call->ratio;
 }
 
+/* Blocks, from that of `start` on, of which a row sees a key. */
+static int64_t blocks_seen(const kvedge_index_call *call, int64_t row) {
+  const int64_t first_key = call->start / call->ratio, stop_key = keys_seen(call, row);
+  return first_key < stop_key ? (stop_key + call->block - 1) / call->block - first_key / call->block : 0;
+}
+
 /* ---- The scan --------------------------------------------------------------------------------- */
 
 /* Query `head` of a row as the cell multiplies it: over a power of two, which `factor` has. */
@@ -184,6 +190,7 @@ static void run_scan(void *context, int task, int next, int slot, int thread, co
   const int64_t first_key = chunk * s->chunk_keys, seen = keys_seen(s->call, first_row + num_rows - 1);
   const int64_t stop_key = seen < first_key + s->chunk_keys ? seen : first_key + s->chunk_keys;
   (void)next, (void)slot, (void)stop;
+  if (blocks_seen(s->call, first_row + num_rows - 1) <= s->call->k) return; /* all are chosen */
   for (int head = 0; head < num_heads; head += KVEDGE_QUERY_ROWS) {
     const int count = num_heads - head < KVEDGE_QUERY_ROWS ? num_heads - head : KVEDGE_QUERY_ROWS;
     scan_heads(s, first_row, num_rows, head, count, first_key, stop_key,
@@ -219,8 +226,8 @@ static uint32_t threshold_of(const float *scores, int64_t n, int64_t k, int64_t 
   return prefix;
 }
 
-/* Scores of keys become those of blocks, from block `first` on: their largest. Returns the number of blocks. */
-static int64_t take_blocks(const kvedge_index_call *call, float *scores, int64_t first_key, int64_t stop_key) {
+/* Scores of keys become those of blocks, from block `first` on: their largest. */
+static void take_blocks(const kvedge_index_call *call, float *scores, int64_t first_key, int64_t stop_key) {
   const int64_t first = first_key / call->block, stop = (stop_key + call->block - 1) / call->block;
   for (int64_t b = first; b < stop; b++) {
     const int64_t from = b * call->block > first_key ? b * call->block : first_key;
@@ -230,7 +237,6 @@ static int64_t take_blocks(const kvedge_index_call *call, float *scores, int64_t
     scores[b - first] = largest; /* b - first <= from */
   }
   for (int64_t b = stop - 1; b >= first && b >= stop - call->local_blocks; b--) scores[b - first] = INFINITY;
-  return stop - first;
 }
 
 static void choose(const scan *s, int64_t row, int list) {
@@ -240,12 +246,16 @@ static void choose(const scan *s, int64_t row, int list) {
   const int64_t size = call->block * call->ratio, stop = stop_key * call->ratio;
   float *scores = s->scores + ((row - s->first_row) * s->lists + list) * s->num_keys;
   int32_t *to = call->tokens + (row * s->lists + list) * call->token_width, *end = to + call->token_width;
-  const int64_t n = first_key < stop_key ? take_blocks(call, scores, first_key, stop_key) : 0;
+  const int64_t n = blocks_seen(call, row);
   int64_t ties = n;
-  const uint32_t threshold = n > call->k ? threshold_of(scores, n, call->k, &ties) : 0;
+  uint32_t threshold = 0;
+  if (n > call->k) {
+    take_blocks(call, scores, first_key, stop_key);
+    threshold = threshold_of(scores, n, call->k, &ties);
+  }
   for (int64_t b = 0; b < n; b++) {
-    const uint32_t order = order_of(scores[b]);
-    if (n > call->k && (order < threshold || (order == threshold && ties-- <= 0))) continue;
+    const uint32_t order = n > call->k ? order_of(scores[b]) : 0;
+    if (order < threshold || (order == threshold && ties-- <= 0)) continue;
     const int64_t block_stop = (first + b + 1) * size < stop ? (first + b + 1) * size : stop;
     for (int64_t t = (first + b) * size; t < block_stop; t++)
       if (t >= call->start) *to++ = (int32_t)t;
