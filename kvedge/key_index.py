@@ -289,7 +289,8 @@ class KeyIndex:
         queries : array
             float32 (n, num_heads, head_dim), or (num_heads, head_dim) for the last token.
         k : int
-            Keys, or with `block_size` blocks of keys, of a list.
+            Keys, or with `block_size` blocks of keys, of a list; more than there are yet are no
+            error, more than the capacity has room for are one.
         weights : array, optional
             float32 (n, num_heads), or (num_heads,): factors of the heads; by default 1.
         scale : float
@@ -321,6 +322,7 @@ class KeyIndex:
             self._config,
             len(self),
             StoredKeys(*self._stored(0, self.num_keys)),
+            self._capacity,
             queries,
             k,
             weights=weights,

@@ -159,6 +159,7 @@ def select(
     config: IndexConfig,
     length: int,
     stored: StoredKeys,
+    capacity: int | None,
     queries: Array,
     k: int,
     *,
@@ -195,6 +196,13 @@ def select(
         start=as_count(start, "start", length - n, least=0),
         per_head=bool(per_head),
     )
+    if capacity is not None:
+        most = -(-capacity // (config.ratio * selection.block))
+        if selection.k > most:
+            raise InvalidArgumentError(
+                f"k={k} is beyond the context: {capacity} tokens are at most {most} keys"
+                + (f" or blocks of {block_size} keys" if block_size > 1 else "")
+            )
     if selection.start % config.ratio:
         raise InvalidArgumentError(f"start must be a multiple of {config.ratio}, not {start}")
     if selection.local_blocks > selection.k:

@@ -31,7 +31,10 @@ def select(
     reading = state.begin(seq, sequence, layer)
     try:
         stored = index.stored(layer, reading.table)
-        return index_keys.select(index.config, reading.length, stored, queries, k, **options)
+        capacity = pool.blocks.num_blocks * pool.block_size
+        return index_keys.select(
+            index.config, reading.length, stored, capacity, queries, k, **options
+        )
     finally:
         pool.readings.end(reading)
 

@@ -170,6 +170,8 @@ def test_what_is_wrong_is_refused_and_nothing_has_changed():
         (InvalidArgumentError, lambda: index.drop_first(3)),
         (InvalidArgumentError, lambda: index.select(np.ones((31, 2, 8), np.float32), 3)),
         (InvalidArgumentError, lambda: index.select(two, 0)),
+        (InvalidArgumentError, lambda: index.select(two, 11)),  # of 40 tokens, by fours
+        (InvalidArgumentError, lambda: index.select(two, 6, block_size=2)),
         (InvalidArgumentError, lambda: index.select(two, 1, start=3)),
         (
             InvalidArgumentError,
@@ -185,3 +187,4 @@ def test_what_is_wrong_is_refused_and_nothing_has_changed():
         with pytest.raises(error):
             call()
     assert len(index) == 30 and index.num_keys == 7
+    assert index.select(two, 10).shape == (1, 30)  # more than there are yet
