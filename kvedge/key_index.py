@@ -402,9 +402,11 @@ def own(index: KeyIndex) -> None:
     index._owned = True
 
 
-def prepare(index: KeyIndex, keys: Array, finish: Finish | None) -> Prepared:
+def prepare(
+    index: KeyIndex, keys: Array, finish: Finish | None, num_tokens: int | None = None
+) -> Prepared:
     """Check what :meth:`KeyIndex.append` is given, and make room; nothing is stored."""
-    new = prepared(index._config, index._moment, keys, finish, index._capacity)
+    new = prepared(index._config, index._moment, keys, finish, index._capacity, num_tokens)
     index._reserve(index.num_keys + len(new.rows))
     return new
 

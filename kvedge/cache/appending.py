@@ -6,14 +6,9 @@ import numpy as np
 
 from kvedge.cache.state import CacheState
 from kvedge.core import checks, memory
-from kvedge.core.index_keys import Finish, Prepared
+from kvedge.core.index_keys import Finish, Prepared, check_asked
 from kvedge.core.types import Array, Layout
-from kvedge.errors import (
-    CapacityExceededError,
-    InvalidArgumentError,
-    OutOfMemoryError,
-    ShapeMismatchError,
-)
+from kvedge.errors import CapacityExceededError, OutOfMemoryError
 from kvedge.key_index import prepare
 from kvedge.layer.keys import roll_back, savepoint
 from kvedge.layer.room import slide
@@ -42,22 +37,11 @@ def prepared_keys(
 ) -> Prepared | None:
     """Check the index keys of tokens to append, and make room for them; None: there is no index."""
     index, store = state.indexes.get(layer), state.store_at[layer]
+    check_asked(index is not None, index_keys, finish, f"layer {layer}")
     if index is None or store is None or index_keys is None:
-        if index is None and index_keys is None and finish is None:
-            return None
-        has, but = ("no", "are") if index is None else ("an", "are not")
-        raise InvalidArgumentError(
-            f"layer {layer} has {has} index, and index_keys {but} given", layer=layer
-        )
+        return None
     n = len(checks.as_rows(keys, False, store.config, many=None, layout=layout))
-    prepared = prepare(index, index_keys, finish)
-    if prepared.moment.length - len(index) != n:
-        raise ShapeMismatchError(
-            f"index_keys are of {prepared.moment.length - len(index)} tokens, and keys of {n}",
-            expected=n,
-            got=prepared.moment.length - len(index),
-        )
-    return prepared
+    return prepare(index, index_keys, finish, n)
 
 
 def failed(state: CacheState, layer: int, start: int, error: MemoryError) -> OutOfMemoryError:

@@ -31,6 +31,7 @@ __all__ = [
     "Prepared",
     "StoredKeys",
     "as_count",
+    "check_asked",
     "moment_at",
     "prepared",
     "select",
@@ -90,14 +91,25 @@ class StoredKeys(NamedTuple):
     keys_of_block: int = 0
 
 
+def check_asked(
+    has_index: bool, index_keys: Array | None, finish: Finish | None, whose: str
+) -> None:
+    """InvalidArgumentError unless index keys are given where there is an index, and only there."""
+    if has_index == (index_keys is not None) and (has_index or finish is None):
+        return
+    has, but = ("an", "are not") if has_index else ("no", "are")
+    raise InvalidArgumentError(f"{whose} has {has} index, and index_keys {but} given")
+
+
 def prepared(
     config: IndexConfig,
     moment: IndexMoment,
     keys: Array,
     finish: Finish | None,
     capacity: int | None = None,
+    num_tokens: int | None = None,
 ) -> Prepared:
-    """Check what :meth:`kvedge.KeyIndex.append` is given behind a moment."""
+    """Check what :meth:`kvedge.KeyIndex.append` is given behind a moment, of so many tokens."""
     rows = as_float32(keys, "keys", contiguous=False)
     rows = rows[np.newaxis] if rows.ndim == 1 else rows
     dim, ratio, (length, raw) = config.head_dim, config.ratio, moment
@@ -106,6 +118,12 @@ def prepared(
             f"keys must be (n, {dim}) or ({dim},), not {rows.shape}",
             expected=("n", dim),
             got=rows.shape,
+        )
+    if num_tokens not in (None, len(rows)):
+        raise ShapeMismatchError(
+            f"index_keys are of {len(rows)} tokens, and keys of {num_tokens}",
+            expected=num_tokens,
+            got=len(rows),
         )
     check_finite(rows, "keys")
     stop = length + len(rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvedge.core import checks
-from kvedge.core.index_keys import Finish, Prepared, prepared
+from kvedge.core.index_keys import Finish, Prepared, check_asked, prepared
 from kvedge.core.types import Array, Layout
 from kvedge.errors import (
     InvalidArgumentError,
@@ -77,17 +77,10 @@ def _prepared(
 ) -> Prepared | None:
     """The index keys of `n` tokens to append, checked; None: the pool has no index."""
     index, moments = pool.index, sequence.moments
+    check_asked(index is not None, index_keys, finish, "the pool")
     if index is None or moments is None or index_keys is None:
-        if index is None and index_keys is None and finish is None:
-            return None
-        has, but = ("no", "are") if index is None else ("an", "are not")
-        raise InvalidArgumentError(f"the pool has {has} index, and index_keys {but} given")
-    new = prepared(index.config, moments[layer], index_keys, finish)
-    if new.moment.length - moments[layer].length != n:
-        raise ShapeMismatchError(
-            f"index_keys are of {new.moment.length - moments[layer].length} tokens, and keys of {n}"
-        )
-    return new
+        return None
+    return prepared(index.config, moments[layer], index_keys, finish, num_tokens=n)
 
 
 def _put_index(
