@@ -155,10 +155,12 @@ class KvCachePolicy:
         ------
         InvalidArgumentError
             Not a KVCache: tokens of paged caches and of those over several ranks are not evicted,
-            since blocks and ranks hold them by their positions. Or the budget is too little for it.
+            since blocks and ranks hold them by their positions; nor those of layers with an index,
+            since each KV head would keep others. Or the budget is too little for it.
         """
         state = state_of(_cache(cache))
         if self._eviction is not None and cache.eviction != self._eviction:
+            state.refuse_indexes("eviction by a policy")
             state.eviction = CacheEviction(self._eviction, state.numbered())
 
     def occupancy(self, cache: KVCache) -> float:

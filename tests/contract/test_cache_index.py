@@ -188,6 +188,7 @@ def test_what_does_not_fit_changes_nothing():
         lambda: cache.push_step(rows(tokens.rng, 2, 1, 8), rows(tokens.rng, 2, 1, 8)),
         lambda: cache.shift(1, rope=kvedge.Rope(8)),
         lambda: cache.inject(cache.copy()),
+        lambda: kvedge.KvCachePolicy(eviction="snapkv:tokens=512").attach(cache),
     ):
         with pytest.raises(InvalidArgumentError, match="with an index"):
             call()
