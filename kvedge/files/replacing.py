@@ -51,7 +51,11 @@ _KINDS = {
 
 @contextmanager
 def replacing(
-    path: str | os.PathLike[str], *, like: str | None = None, syncs_folder: bool = True
+    path: str | os.PathLike[str],
+    *,
+    like: str | None = None,
+    syncs_folder: bool = True,
+    removes_abandoned: bool = True,
 ) -> Iterator[BinaryIO]:
     """Give a new file open for writing, which takes the place of ``path`` if all goes well.
 
@@ -63,6 +67,9 @@ def replacing(
         A file, perhaps, whose owner and mode the new one gets where there is none at ``path``.
     syncs_folder : bool
         False: the caller does it, once for many files, by :func:`sync_folder`.
+    removes_abandoned : bool
+        False: the folder, which may have many files, is not listed for temporary files of killed
+        writers; the caller removes them at another time.
 
     Raises
     ------
@@ -76,7 +83,7 @@ def replacing(
     if old is None and like is not None:
         with suppress(FileNotFoundError):
             old = os.stat(like)
-    temporary, descriptor = _temporary(target, old)
+    temporary, descriptor = _temporary(target, old, removes_abandoned=removes_abandoned)
     try:
         with _naming(target, temporary), open(descriptor, "wb") as file:
             yield file
@@ -231,11 +238,14 @@ def _naming(target: str, temporary: str) -> Iterator[None]:
         raise OSError(error.errno, f"cannot be written: {_reason(error)}", target) from error
 
 
-def _temporary(target: str, old: os.stat_result | None) -> tuple[str, int]:
+def _temporary(
+    target: str, old: os.stat_result | None, *, removes_abandoned: bool = True
+) -> tuple[str, int]:
     """Make a new file beside a target, of its owner; return its path and a descriptor, locked."""
     folder, name = os.path.split(target)
     name = os.fsencode(name)[:_NAME_BYTES].decode(sys.getfilesystemencoding(), "ignore")
-    remove_abandoned(folder, re.escape(name), None if old is None else old.st_uid)
+    if removes_abandoned:
+        remove_abandoned(folder, re.escape(name), None if old is None else old.st_uid)
     try:
         path, descriptor = _locked_file(folder, f".{name}.", 0o666 if old is None else 0o600)
     except OSError as error:

@@ -126,6 +126,7 @@ def _layers(cache: object, token_ids: object, call: str) -> tuple[CacheState, li
     state = state_of(cache)
     state.refuse_states(call)
     state.refuse_pending(call)
+    state.refuse_indexes(call)
     return state, [
         Stored(number, store, store.config.window is None) for number, store in state.numbered()
     ]

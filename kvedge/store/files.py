@@ -99,8 +99,12 @@ def content(about: About, arrays: Mapping[str, np.ndarray]) -> Content:
 
 
 def write(folder: str, content: Content) -> None:
-    """Write a file, synced, but for its name in the folder: that is for the caller to sync."""
-    with replacing(os.path.join(folder, f"{content.name}.safetensors"), syncs_folder=False) as file:
+    """Write a file, synced, but for its name in the folder: that is for the caller to sync.
+
+    What killed writers left behind is removed where a store is opened (:meth:`Index.mend`).
+    """
+    path = os.path.join(folder, f"{content.name}.safetensors")
+    with replacing(path, syncs_folder=False, removes_abandoned=False) as file:
         file.writelines(content.pieces)
 
 

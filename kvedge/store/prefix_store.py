@@ -300,7 +300,7 @@ class PrefixStore:
         Raises
         ------
         InvalidArgumentError, ShapeMismatchError, LayersOutOfStepError
-            A cache with states or pending tokens; ids of another number.
+            A cache with states, an index or pending tokens; ids of another number.
         OSError
         """
         return caches.save(self, cache, token_ids, model, namespace)
@@ -318,7 +318,7 @@ class PrefixStore:
         Raises
         ------
         InvalidArgumentError
-            The cache is not empty, or has states.
+            The cache is not empty, or has states or an index.
         """
         return caches.load(self, cache, token_ids, model, namespace)
 

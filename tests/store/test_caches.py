@@ -123,3 +123,16 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         store.load(cache, np.arange(300), model="m")
     with pytest.raises(InvalidArgumentError, match="must be a KVCache"):
         store.load({}, np.arange(300), model="m")
+
+
+def test_a_cache_with_an_index_is_refused_and_stays_as_it_is(tmp_path):
+    store, index = PrefixStore(tmp_path), {"head_dim": 4}
+    cache = KVCache(2, 1, 8, dtype="int8", index=[index, None])
+    with pytest.raises(InvalidArgumentError, match=r"save\(\) is not for layers with an index"):
+        store.save(cache, [], model="m")
+    with pytest.raises(InvalidArgumentError, match=r"load\(\) is not for layers with an index"):
+        store.load(cache, np.arange(300), model="m")
+    paged = PagedKvCache(KvBlockPool(4, 32, 1, 1, 8, "int8", index=index))
+    with pytest.raises(InvalidArgumentError, match=r"load\(\) is not for layers with an index"):
+        paged.load_prefix(np.arange(300), store, model="m")
+    assert len(cache) == 0 and store.nodes() == []

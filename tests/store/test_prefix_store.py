@@ -17,8 +17,9 @@ from hypothesis import given, strategies
 
 import kvedge
 from kvedge import PrefixStore
-from kvedge.errors import InvalidArgumentError, KvedgeError
+from kvedge.errors import CorruptFileError, InvalidArgumentError, KvedgeError
 from kvedge.store.entries import BLOCK, Entry
+from kvedge.store.files import open_mapped
 from kvedge.store.index import INDEX
 
 ROOT = Path(kvedge.__file__).parents[1]
@@ -145,6 +146,14 @@ def test_clocks_that_go_back_change_nothing(tmp_path):
     assert [reach(store, text(300, seed)) for seed in range(3)] == [0, 300, 300]
 
 
+def test_storing_lists_no_folder(tmp_path, monkeypatch):
+    """It may have many thousand files."""
+    store, calls = PrefixStore(tmp_path), []
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, lambda *args: calls.append(args) or [])
+    assert put(store, text(600)) == 3 and calls == []
+
+
 def test_what_is_mapped_does_not_go(tmp_path):
     store, ids = PrefixStore(tmp_path), text(BLOCK)
     store.put("model", ids, entries(ids)[:1])
@@ -156,20 +165,29 @@ def test_what_is_mapped_does_not_go(tmp_path):
 
 
 def test_a_flipped_byte_of_a_file_is_a_miss_and_cleaned_up(tmp_path):
-    ids = text(BLOCK + 9)
-    put(PrefixStore(tmp_path / "good"), ids)
-    names = sorted(f.name for f in (tmp_path / "good").glob("*.safetensors"))
-    assert len(names) == 2
-    for name in names:
-        data = (tmp_path / "good" / name).read_bytes()
-        for at in range(0, len(data), 7):
-            folder = tmp_path / "bad"
-            shutil.copytree(tmp_path / "good", folder)
-            (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            store = PrefixStore(folder)
-            assert reach(store, ids) < len(ids)
-            assert put(store, ids) >= 1 and reach(store, ids) == len(ids)
-            shutil.rmtree(folder)
+    """Each byte of headers and each fifth behind them; a sample of these in a whole store."""
+    ids, good, bad = text(BLOCK + 9), tmp_path / "good", tmp_path / "bad"
+    store = PrefixStore(good)
+    put(store, ids)
+    parents = {node.id: node.name for node in store.nodes()}
+    assert len(parents) == 2
+    for node in store.nodes():
+        path, about = good / f"{node.name}.safetensors", node.about(parents.get(node.parent, ""))
+        data = path.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        for n, at in enumerate((*range(header), *range(header, len(data), 5))):
+            flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+            path.write_bytes(flipped)
+            with pytest.raises(CorruptFileError):
+                open_mapped(str(path), about, is_known=False)
+            if n % 99:
+                continue
+            shutil.copytree(good, bad)
+            damaged = PrefixStore(bad)
+            assert reach(damaged, ids) < len(ids)
+            assert put(damaged, ids) >= 1 and reach(damaged, ids) == len(ids)
+            shutil.rmtree(bad)
+        path.write_bytes(data)
 
 
 def test_a_flipped_byte_of_the_index_leads_to_no_wrong_tokens(tmp_path):
@@ -230,9 +248,13 @@ print("done")
 
 
 def writer(folder, seed, max_bytes=10**9):
-    code = textwrap.dedent(WRITER).format(tests=str(Path(__file__).parent))
+    return process(WRITER, folder, seed, max_bytes)
+
+
+def process(code, *arguments):
+    code = textwrap.dedent(code).format(tests=str(Path(__file__).parent))
     return subprocess.Popen(
-        [sys.executable, "-c", code, str(folder), str(seed), str(max_bytes)],
+        [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
@@ -247,6 +269,37 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path):
     for seed in (*range(100, 160), *range(200, 240)):
         assert reach(store, np.concatenate([text(300), text(700, seed)])) == 1000
     assert store.verify() == []
+
+
+READER = """
+import os, random, sys, time, numpy as np
+sys.path[:0] = [{tests!r}]
+from test_prefix_store import reach, text
+from kvedge import PrefixStore
+store, found, chance = PrefixStore(sys.argv[1]), set(), random.Random(int(sys.argv[2]))
+print("ready", flush=True)
+while not os.path.exists(sys.argv[3]) or 1000 not in found:
+    ids = np.concatenate([text(300), text(700, chance.randrange(80))])
+    found.add(reach(store, ids))
+    time.sleep(0.01)
+assert found <= {{0, 256, 512, 768, 1000}}
+print("done")
+"""
+
+
+@pytest.mark.subprocess
+def test_readers_see_whole_prefixes_while_others_write_and_remove(tmp_path):
+    """Two writers and three readers; :func:`reach` compares all that is read."""
+    folder, end, limit = tmp_path / "store", tmp_path / "end", 60_000
+    readers = [process(READER, folder, seed, end) for seed in range(3)]
+    for reader in readers:
+        assert reader.stdout.readline() == "ready\n"
+    writers = [writer(folder, seed, limit) for seed in (0, 40)]
+    assert all("done" in worker.communicate()[0] for worker in writers)
+    end.touch()
+    assert [reader.communicate(timeout=60)[0] for reader in readers] == ["done\n"] * 3
+    store = PrefixStore(folder)
+    assert store.verify() == [] and 0 < store.nbytes <= limit
 
 
 @pytest.mark.subprocess
