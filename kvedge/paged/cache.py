@@ -34,6 +34,7 @@ from kvedge.paged.prefixes import as_namespace, as_token_ids
 from kvedge.paged.sequences import SequenceState
 from kvedge.paged.snapshot import PagedSnapshot
 from kvedge.paged.state import PagedState
+from kvedge.paged.tier import StoreTier
 from kvedge.store.prefix_store import PrefixStore
 
 if TYPE_CHECKING:
@@ -62,11 +63,17 @@ class PagedKvCache:
     ----------
     pool : KvBlockPool
         Several caches may use one pool.
+    store : kvedge.PrefixStore, optional
+        A tier below the pool's memory: what :meth:`register` tells goes there too, and
+        :meth:`match_prefix` finds there what memory has no longer, or another process computed.
+    model : str, optional
+        With `store`: which model computes the tokens, a digest of its weights.
 
     Raises
     ------
     InvalidArgumentError
-        ``pool`` is no KvBlockPool.
+        ``pool`` is no KvBlockPool, or has an index beside a store; or only one of ``store`` and
+        ``model`` is given.
 
     Notes
     -----
@@ -88,12 +95,17 @@ class PagedKvCache:
     _pool: KvBlockPool
     _state: PagedState
 
-    def __init__(self, pool: KvBlockPool) -> None:
-        """Make a cache without sequences; the class tells of the parameter."""
+    def __init__(
+        self, pool: KvBlockPool, *, store: PrefixStore | None = None, model: str | None = None
+    ) -> None:
+        """Make a cache without sequences; the class tells of the parameters."""
         if not isinstance(pool, KvBlockPool):
             raise InvalidArgumentError(f"pool must be a KvBlockPool, not {checks.describe(pool)}")
         self._pool = pool
         self._state = PagedState(state_of(pool))
+        self._tier = None
+        if store is not None or model is not None:
+            self._tier = StoreTier(store, model, self._state)
 
     # ---- sequences -------------------------------------------------------------------------------
 
@@ -154,6 +166,8 @@ class PagedKvCache:
             sequence = state.sequence(seq)
             table, parts = sequence.table, sequence.parts
             del state.sequences[checks.as_int(seq, "seq")]
+            if self._tier is not None:
+                self._tier.forget(seq)
             sequence.contents = None  # for whoever has looked it up, but reads nothing yet
             state.pool.release(table, parts)
 
@@ -536,6 +550,8 @@ class PagedKvCache:
             if state.pool.config.in_runs:  # of which whole ones are in blocks
                 ids = ids[: len(ids) // RUN * RUN]
             state.pool.blocks.prefixes.add(ids, space, sequence.table.tolist(), partial=partial)
+        if self._tier is not None:
+            self._tier.put(seq, as_token_ids(token_ids), namespace)
 
     def match_prefix(
         self,
@@ -583,11 +599,18 @@ class PagedKvCache:
             raise InvalidArgumentError(f"leave must be at least 0, not {leave}")
         pool, partial = self._state.pool, checks.as_bool(partial, "partial")
         with pool.lock:
-            table, n = pool.match(ids[: max(0, len(ids) - leave)], space, partial=partial)
+            ids = ids[: max(0, len(ids) - leave)]
+            table, n = pool.match(ids, space, partial=partial)
             sequence = SequenceState(
                 pool.num_layers, table, n, pool.new_parts(n), pool.new_moments(n)
             )
-            return self._state.add(sequence), n
+            seq = self._state.add(sequence)
+        if self._tier is not None and n < len(ids):
+            found = self._tier.take(ids, namespace, n, partial=partial)
+            if found is not None:
+                self.drop(seq)
+                return found
+        return seq, n
 
     # ---- files -----------------------------------------------------------------------------------
 
@@ -760,12 +783,7 @@ class PagedKvCache:
         CapacityExceededError
             The pool has too few free blocks.
         """
-        ids = as_token_ids(token_ids)
-        seq = self.new_sequence()
-        try:
-            cache = self.to_kv_cache(seq)
-        finally:
-            self.drop(seq)
+        ids, cache = as_token_ids(token_ids), exchange.empty_cache(self._state)
         n = store.load(cache, ids, model=model, namespace=namespace)
         return exchange.from_cache(self._state, cache, ids[:n], as_namespace(namespace or None))
 

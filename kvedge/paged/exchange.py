@@ -19,7 +19,7 @@ from kvedge.paged.readings import Reading
 from kvedge.paged.sequences import NO_BLOCKS, SequenceState
 from kvedge.paged.state import PagedState, PoolState
 
-__all__ = ["check_nothing_pending", "from_cache", "to_cache"]
+__all__ = ["check_nothing_pending", "empty_cache", "from_cache", "to_cache"]
 
 
 def to_cache(state: PagedState, seq: int, max_seq_len: int | None) -> KVCache:
@@ -45,6 +45,18 @@ def to_cache(state: PagedState, seq: int, max_seq_len: int | None) -> KVCache:
         pool.readings.end_all(running)
     contents = CacheContents(_format(pool), length, tuple(layers), indexes=tuple(indexes))
     return cache_holding(contents, max_seq_len)
+
+
+def empty_cache(state: PagedState) -> KVCache:
+    """A cache that stores as the pool does."""
+    pool = state.pool
+    with pool.lock:
+        own = SequenceState(pool.num_layers, parts=pool.new_parts(), moments=pool.new_moments())
+        seq = state.add(own)
+        try:
+            return to_cache(state, seq, None)
+        finally:
+            del state.sequences[seq]
 
 
 def from_cache(

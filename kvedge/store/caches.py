@@ -167,8 +167,21 @@ def save(store: _Store, cache: object, token_ids: object, model: str, namespace:
     return store.put(identity, ids, found, variant=variant)
 
 
-def load(store: _Store, cache: object, token_ids: object, model: str, namespace: str) -> int:
-    """As of :meth:`PrefixStore.load`."""
+def load(
+    store: _Store,
+    cache: object,
+    token_ids: object,
+    model: str,
+    namespace: str,
+    *,
+    needs_last: bool = True,
+    least: int = 0,
+) -> int:
+    """As of :meth:`PrefixStore.load`; more than `least` tokens, or none.
+
+    Without `needs_last` a block's end will do whose last tokens in another format are not known:
+    they are read as the others are.
+    """
     state, layers = _layers(cache, token_ids, "load()")
     if state.length:
         raise InvalidArgumentError(f"load() is for an empty cache, and it holds {state.length}")
@@ -176,7 +189,10 @@ def load(store: _Store, cache: object, token_ids: object, model: str, namespace:
     most = len(ids) if state.max_seq_len is None else min(len(ids), state.max_seq_len)
     known = store.find(_identity(state, model, namespace), ids[:most])
     is_plain = all(layer.is_full and not layer.store.config.recent_dtype for layer in layers)
-    for stop in sorted(positions(known, is_plain=is_plain), reverse=True):
+    ends = positions(known, is_plain=is_plain)
+    if not needs_last and all(layer.is_full for layer in layers):
+        ends |= {node.stop for node in known.blocks}
+    for stop in sorted((end for end in ends if end > least), reverse=True):
         path = path_to(known, stop)
         files = store.read(path)
         if files is None:

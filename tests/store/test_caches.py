@@ -136,3 +136,62 @@ def test_a_cache_with_an_index_is_refused_and_stays_as_it_is(tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"load\(\) is not for layers with an index"):
         paged.load_prefix(np.arange(300), store, model="m")
     assert len(cache) == 0 and store.nodes() == []
+
+
+# ---- below a pool's memory -----------------------------------------------------------------------
+
+
+def registered(cache, rng, ids, namespace=None):
+    """A sequence of random tokens, registered; its keys as the pool stores them."""
+    seq = cache.new_sequence()
+    for layer in range(2):
+        rows = rng.standard_normal((len(ids), 2, 64), dtype=np.float32)
+        cache.append(seq, layer, rows, rows)
+    cache.advance(seq, len(ids))
+    cache.register(seq, ids, namespace=namespace)
+    return seq, [cache.k(seq, layer) for layer in range(2)]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "kivi4", "auto"])
+def test_what_a_pool_has_no_longer_is_found_in_its_store(tmp_path, dtype):
+    rng, store = np.random.default_rng(1), PrefixStore(tmp_path)
+    pool = KvBlockPool(26, 32, 2, 2, 64, dtype)  # of 832 tokens
+    cache = PagedKvCache(pool, store=store, model="m")
+    ids = rng.integers(0, 999, 640)
+    seq, keys = registered(cache, rng, ids)
+    cache.drop(seq)
+    other, _ = registered(cache, rng, ids + 1000)  # takes the blocks of the first
+    cache.drop(other)
+    plain = PagedKvCache(pool)
+    assert plain.match_prefix(ids)[1] < 512
+    again, n = cache.match_prefix(ids, leave=1)
+    assert n >= (639 // 32 * 32 if dtype in ("int8", "float32") else 512)
+    for layer in range(2):
+        body = slice(32, n - 200)  # first and last ones are perhaps read as the pool stores them
+        assert np.array_equal(cache.k(again, layer)[body], keys[layer][body])
+    cache.drop(again)
+    assert plain.match_prefix(ids)[1] >= 512  # known in memory again
+    # Another process, another namespace, another model.
+    fresh = KvBlockPool(26, 32, 2, 2, 64, dtype)
+    assert PagedKvCache(fresh, store=PrefixStore(tmp_path), model="m").match_prefix(ids)[1] >= 512
+    assert PagedKvCache(fresh, store=store, model="o").match_prefix(ids, namespace="a")[1] == 0
+
+
+def test_a_store_that_fails_below_a_pool_is_not_asked_again(tmp_path, monkeypatch):
+    rng, store = np.random.default_rng(2), PrefixStore(tmp_path)
+    cache = PagedKvCache(KvBlockPool(40, 32, 2, 2, 64), store=store, model="m")
+    calls = []
+
+    def fail(*args, **options):
+        calls.append(args)
+        raise OSError("no room")
+
+    monkeypatch.setattr(PrefixStore, "save", fail)
+    with pytest.warns(RuntimeWarning, match="not asked again: no room"):
+        registered(cache, rng, np.arange(300))
+    registered(cache, rng, np.arange(1000, 1300))
+    assert len(calls) == 1
+    with pytest.raises(InvalidArgumentError, match="which model"):
+        PagedKvCache(KvBlockPool(4, 32, 1, 1, 8), store=store)
+    with pytest.raises(InvalidArgumentError, match="with an index"):
+        PagedKvCache(KvBlockPool(4, 32, 1, 1, 8, index={"head_dim": 4}), store=store, model="m")
