@@ -44,6 +44,7 @@ __all__ = [
     "own",
     "prepare",
     "put",
+    "stored_keys",
 ]
 
 _LEAST_ROOM = 64
@@ -400,6 +401,12 @@ def is_owned(index: KeyIndex) -> bool:
 def own(index: KeyIndex) -> None:
     """Let an index belong to a cache, through which alone it changes from then on."""
     index._owned = True
+
+
+def stored_keys(index: KeyIndex, first: int, stop: int) -> dict[str, np.ndarray]:
+    """Some keys as they are stored, by the names of :meth:`KeyIndex.arrays`; not copied."""
+    codes, scales = index._stored(first, stop)
+    return {"keys": codes} if scales is None else {"keys": codes, "scales": scales}
 
 
 def prepare(

@@ -72,8 +72,7 @@ class PagedKvCache:
     Raises
     ------
     InvalidArgumentError
-        ``pool`` is no KvBlockPool, or has an index beside a store; or only one of ``store`` and
-        ``model`` is given.
+        ``pool`` is no KvBlockPool; or only one of ``store`` and ``model`` is given.
 
     Notes
     -----

@@ -50,8 +50,6 @@ class StoreTier:
                 "store must be a kvedge.PrefixStore, and model a text that says which model "
                 f"computes the tokens, not {checks.describe(store)} and {checks.describe(model)}"
             )
-        if state.pool.index is not None:
-            raise InvalidArgumentError("a store is not for pools with an index")
         self._store: PrefixStore | None = store  # None once it has failed
         self._model, self._state = model, state
         self._stored: dict[int, int] = {}  # whole blocks of the store by sequence
@@ -86,7 +84,8 @@ class StoreTier:
         except (OSError, KvedgeError) as error:
             self._fail(error)
             return None
-        n -= 0 if partial else n % pool.block_size
+        ratio = 1 if pool.index is None else pool.index.config.ratio
+        n -= n % (ratio if partial else pool.block_size)
         if n <= least:
             return None
         cache.truncate(n)

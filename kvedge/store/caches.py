@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -13,9 +14,16 @@ import numpy as np
 from kvedge.cache.cache import KVCache, state_of
 from kvedge.cache.state import CacheState
 from kvedge.core import checks
-from kvedge.errors import CorruptFileError, InvalidArgumentError, ShapeMismatchError
+from kvedge.core.index_keys import IndexConfig
+from kvedge.errors import (
+    CorruptFileError,
+    InvalidArgumentError,
+    KvedgeError,
+    ShapeMismatchError,
+)
 from kvedge.files.contents import CacheContents, LayerContents
 from kvedge.files.session import own_fields
+from kvedge.key_index import moment_of, new_index, stored_keys
 from kvedge.layer.store import LayerStore
 from kvedge.store import rows
 from kvedge.store.entries import BLOCK, Entry, Known
@@ -126,7 +134,12 @@ def _layers(cache: object, token_ids: object, call: str) -> tuple[CacheState, li
     state = state_of(cache)
     state.refuse_states(call)
     state.refuse_pending(call)
-    state.refuse_indexes(call)
+    for number, index in state.indexes.items():
+        if BLOCK % index.ratio:
+            raise InvalidArgumentError(
+                f"{call} takes indexes whose ratio divides the {BLOCK} tokens of a block, and that "
+                f"of layer {number} is {index.ratio}"
+            )
     return state, [
         Stored(number, store, store.config.window is None) for number, store in state.numbered()
     ]
@@ -145,7 +158,14 @@ def _identity(state: CacheState, model: object, namespace: object) -> str:
             v if v is None else hashlib.sha256(v.tobytes()).hexdigest() for v in given_of_rule
         ]
         layers.append([own_fields(store.config, 0, 0), list(store.key_rule[:2]), vectors])
-    fields = {"engine": "KVCache", "model": model, "layers": layers, "namespace": namespace}
+    fields: dict[str, Any] = {
+        "engine": "KVCache",
+        "model": model,
+        "layers": layers,
+        "namespace": namespace,
+    }
+    if state.indexes:
+        fields["indexes"] = [[n, asdict(config)] for n, config in state.format.indexes]
     return json.dumps(fields, sort_keys=True)
 
 
@@ -163,7 +183,25 @@ def save(store: _Store, cache: object, token_ids: object, model: str, namespace:
     variant = rows.variant_of(layer.store for layer in layers)
     if variant is None or not len(ids):
         return 0
-    found = entries(layers, len(ids), needs_end=not all(layer.is_full for layer in layers))
+
+    def index_keys(start: int, stop: int) -> dict[str, np.ndarray]:
+        return {
+            f"{n}.index.{name}": array
+            for n, index in state.indexes.items()
+            for name, array in stored_keys(index, start // index.ratio, stop // index.ratio).items()
+        }
+
+    def raw_keys() -> dict[str, np.ndarray]:
+        own = {n: moment_of(index).raw for n, index in state.indexes.items()}
+        return {f"{n}.index.raw": raw for n, raw in own.items() if len(raw)}
+
+    found = entries(
+        layers,
+        len(ids),
+        needs_end=not all(layer.is_full for layer in layers),
+        of_tokens=index_keys,
+        more=raw_keys,
+    )
     return store.put(identity, ids, found, variant=variant)
 
 
@@ -192,7 +230,10 @@ def load(
     ends = positions(known, is_plain=is_plain)
     if not needs_last and all(layer.is_full for layer in layers):
         ends |= {node.stop for node in known.blocks}
-    for stop in sorted((end for end in ends if end > least), reverse=True):
+    whole = {node.stop for node in known.checkpoints}
+    step = max((index.ratio for index in state.indexes.values()), default=1)
+    ends = {end for end in ends if end > least and (end % step == 0 or end in whole)}
+    for stop in sorted(ends, reverse=True):
         path = path_to(known, stop)
         files = store.read(path)
         if files is None:
@@ -203,13 +244,34 @@ def load(
                 _contents(layer, [of.get(str(layer.number), {}) for of in divided], stop)
                 for layer in layers
             ]
+            indexes = [
+                _index_arrays(n, index.config, [of.get(str(n), {}) for of in divided], stop)
+                for n, index in sorted(state.indexes.items())
+            ]
         except CorruptFileError:
             store.forget(path[-1])
             continue
-        state.replace(CacheContents(state.format, stop, tuple(contents)))
+        state.replace(CacheContents(state.format, stop, tuple(contents), indexes=tuple(indexes)))
         store.touch(path)
         return stop
     return 0
+
+
+def _index_arrays(
+    number: int, config: IndexConfig, files: Sequence[rows.Arrays], stop: int
+) -> dict[str, np.ndarray]:
+    """What the index of a layer holds of files, checked."""
+    arrays = {"length": np.array([stop], np.int64), "raw": np.empty((0, config.head_dim), "f4")}
+    try:
+        for name in ("keys", "scales")[: 2 if config.dtype == "int8" else 1]:
+            joined = np.concatenate([of[f"index.{name}"] for of in files])
+            arrays[name] = joined[: stop // config.ratio]
+        if stop % config.ratio or len(joined) == stop // config.ratio:
+            arrays["raw"] = files[-1].get("index.raw", arrays["raw"])
+        new_index(config, None).put_arrays(arrays)
+    except (KeyError, ValueError, KvedgeError) as error:
+        raise CorruptFileError(f"the index of layer {number}: {error}") from error
+    return arrays
 
 
 def _contents(layer: Stored, files: Sequence[rows.Arrays], stop: int) -> LayerContents:

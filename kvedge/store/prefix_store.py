@@ -300,7 +300,8 @@ class PrefixStore:
         Raises
         ------
         InvalidArgumentError, ShapeMismatchError, LayersOutOfStepError
-            A cache with states, an index or pending tokens; ids of another number.
+            A cache with states or pending tokens, or an index whose ratio does not divide 256;
+            ids of another number.
         OSError
         """
         return caches.save(self, cache, token_ids, model, namespace)
@@ -318,7 +319,7 @@ class PrefixStore:
         Raises
         ------
         InvalidArgumentError
-            The cache is not empty, or has states or an index.
+            The cache is not empty, or has states, or such an index.
         """
         return caches.load(self, cache, token_ids, model, namespace)
 

@@ -125,17 +125,41 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         store.load({}, np.arange(300), model="m")
 
 
-def test_a_cache_with_an_index_is_refused_and_stays_as_it_is(tmp_path):
-    store, index = PrefixStore(tmp_path), {"head_dim": 4}
-    cache = KVCache(2, 1, 8, dtype="int8", index=[index, None])
-    with pytest.raises(InvalidArgumentError, match=r"save\(\) is not for layers with an index"):
-        store.save(cache, [], model="m")
-    with pytest.raises(InvalidArgumentError, match=r"load\(\) is not for layers with an index"):
-        store.load(cache, np.arange(300), model="m")
-    paged = PagedKvCache(KvBlockPool(4, 32, 1, 1, 8, "int8", index=index))
-    with pytest.raises(InvalidArgumentError, match=r"load\(\) is not for layers with an index"):
-        paged.load_prefix(np.arange(300), store, model="m")
-    assert len(cache) == 0 and store.nodes() == []
+@pytest.mark.parametrize("dtype", ["int8", "auto"])
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_an_index_is_stored_with_its_tokens(tmp_path, ratio, dtype):
+    rng, index = np.random.default_rng(3), {"head_dim": 16, "ratio": ratio}
+    cache = KVCache(2, 2, 32, dtype=dtype, index=[index, None])
+    ids = rng.integers(0, 999, 602)
+
+    def append(to, keys, index_keys):
+        to.append(0, keys, keys, index_keys=index_keys)
+        to.append(1, keys, keys)
+        to.advance(len(keys))
+
+    def rows(n):
+        return (rng.standard_normal(shape, dtype=np.float32) for shape in ((n, 2, 32), (n, 16)))
+
+    append(cache, *rows(602))
+    assert PrefixStore(tmp_path).save(cache, ids, model="m") > 2
+    for n in (602, 570):  # whole, and parting within a block
+        other = KVCache(2, 2, 32, dtype=dtype, index=[index, None])
+        store = PrefixStore(tmp_path)
+        loaded = store.load(other, np.concatenate([ids[:n], ids[n:] + 1000]), model="m")
+        assert loaded == (n if n == 602 else 512 if dtype == "auto" else n // ratio * ratio)
+        twin = cache.copy()
+        twin.truncate(loaded)
+        more = [*rows(7)]
+        query = rng.standard_normal((3, 2, 16), dtype=np.float32)
+        for each in (twin, other):
+            append(each, *more)
+        assert np.array_equal(twin.index(0).keys(), other.index(0).keys())
+        lists = other.index(0).select(query, 9)
+        assert np.array_equal(twin.index(0).select(query, 9), lists)
+    plain = KVCache(2, 2, 32, dtype=dtype)
+    assert PrefixStore(tmp_path).load(plain, ids, model="m") == 0
+    with pytest.raises(InvalidArgumentError, match="ratio divides"):
+        store.load(KVCache(1, 1, 8, index={"head_dim": 4, "ratio": 3}), ids, model="m")
 
 
 # ---- below a pool's memory -----------------------------------------------------------------------
@@ -177,6 +201,22 @@ def test_what_a_pool_has_no_longer_is_found_in_its_store(tmp_path, dtype):
     assert PagedKvCache(fresh, store=store, model="o").match_prefix(ids, namespace="a")[1] == 0
 
 
+def test_index_keys_of_a_pool_are_found_in_its_store(tmp_path):
+    rng = np.random.default_rng(4)
+    ids, keys = rng.integers(0, 999, 600), rng.standard_normal((600, 2, 64), dtype=np.float32)
+    index_keys = rng.standard_normal((600, 16), dtype=np.float32)
+    query, lists = rng.standard_normal((2, 2, 16), dtype=np.float32), []
+    for _ in range(2):  # the second time by another pool
+        pool = KvBlockPool(40, 32, 1, 2, 64, index={"head_dim": 16, "ratio": 4})
+        cache = PagedKvCache(pool, store=PrefixStore(tmp_path), model="m")
+        seq, n = cache.match_prefix(ids)
+        cache.append(seq, 0, keys[n:], keys[n:], index_keys=index_keys[n:])
+        cache.advance(seq, 600 - n)
+        cache.register(seq, ids)
+        lists.append(cache.select(seq, 0, query, 9))
+    assert n == 576 and np.array_equal(*lists)
+
+
 def test_a_store_that_fails_below_a_pool_is_not_asked_again(tmp_path, monkeypatch):
     rng, store = np.random.default_rng(2), PrefixStore(tmp_path)
     cache = PagedKvCache(KvBlockPool(40, 32, 2, 2, 64), store=store, model="m")
@@ -193,5 +233,3 @@ def test_a_store_that_fails_below_a_pool_is_not_asked_again(tmp_path, monkeypatc
     assert len(calls) == 1
     with pytest.raises(InvalidArgumentError, match="which model"):
         PagedKvCache(KvBlockPool(4, 32, 1, 1, 8), store=store)
-    with pytest.raises(InvalidArgumentError, match="with an index"):
-        PagedKvCache(KvBlockPool(4, 32, 1, 1, 8, index={"head_dim": 4}), store=store, model="m")
