@@ -18,10 +18,10 @@ from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
 
-__all__ = ["Checkpoint", "Checkpoints", "go_back", "take"]
+__all__ = ["Checkpoint", "Checkpoints", "Rows", "Window", "go_back", "take"]
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The rows of a layer with full attention."""
 
     checkpoints: list[RowCheckpoint]
@@ -34,7 +34,7 @@ class _Rows(NamedTuple):
         return noted + sum(checkpoint.num_bytes for checkpoint in self.checkpoints)
 
 
-class _Window(NamedTuple):
+class Window(NamedTuple):
     """The rows of a layer with a window, copied."""
 
     rows: list[Any]
@@ -50,7 +50,7 @@ class Checkpoint(NamedTuple):
     """A moment of a cache; nothing in it changes."""
 
     length: int  # tokens seen
-    rows: list[_Rows | _Window | None]  # of each layer
+    rows: list[Rows | Window | None]  # of each layer
     states: list[states.StateCopies | None]
 
     @property
@@ -64,7 +64,7 @@ class Checkpoint(NamedTuple):
             return False
         kept = self.length - 1
         for layer, rows in zip(layers, self.rows, strict=True):
-            if isinstance(rows, _Window) and rows.rows:
+            if isinstance(rows, Window) and rows.rows:
                 length = len(rows.rows[0]) + rows.padding[0] - 1
                 if length < min(kept, layer.sliding_window - 1):
                     return False
@@ -82,15 +82,15 @@ def take(layers: list[Any], length: int) -> Checkpoint:
     )
 
 
-def _rows_of(layer: KvedgeLayer) -> _Rows | _Window:
+def _rows_of(layer: KvedgeLayer) -> Rows | Window:
     if isinstance(layer, KvedgeSlidingLayer):
         rows = [row.copy() for row in layer.rows]
-        return _Window(rows, list(layer.padding), layer.cumulative_length)
+        return Window(rows, list(layer.padding), layer.cumulative_length)
     attended = None
     if isinstance(layer, KvedgeEvictingLayer):
         attended = [queries.copy() for queries in layer.attended]
     checkpoints = [row_checkpoint(store_of(row)) for row in layer.rows]
-    return _Rows(checkpoints, list(layer.padding), attended)
+    return Rows(checkpoints, list(layer.padding), attended)
 
 
 def go_back(layers: list[Any], to: Checkpoint) -> None:
@@ -100,7 +100,7 @@ def go_back(layers: list[Any], to: Checkpoint) -> None:
             layer.version += 1
             layer.padding = list(rows.padding)
             layer.forget_begun()
-        if isinstance(rows, _Window):
+        if isinstance(rows, Window):
             layer.put_rows([row.copy() for row in rows.rows])
             layer.cumulative_length = rows.cumulative_length
         elif rows is not None:
@@ -142,6 +142,11 @@ class Checkpoints:
         other = Checkpoints(self.most, self.most_bytes, self.every)
         other._saved, other._was_prompt = list(self._saved), self._was_prompt
         return other
+
+    @property
+    def saved(self) -> list[Checkpoint]:
+        """All of them, oldest first."""
+        return list(self._saved)
 
     @property
     def lengths(self) -> list[int]:

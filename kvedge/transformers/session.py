@@ -17,6 +17,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +39,19 @@ from kvedge.files.session import save as save_session
 from kvedge.layer.layer import store_of
 from kvedge.layer.parts import contents_of
 from kvedge.layer.store import LayerStore
-from kvedge.transformers.checkpoints import go_back, take
+from kvedge.transformers.checkpoints import Checkpoint, go_back, take
 from kvedge.transformers.evicting import KvedgeEvictingLayer
 from kvedge.transformers.indexed import KvedgeIndexedLayer
 from kvedge.transformers.kept_states import Int8State
 from kvedge.transformers.layers import KvedgeLayer, KvedgeSlidingLayer
+from kvedge.transformers.saved_checkpoints import (
+    can_be_saved,
+    described,
+    filled,
+    rows_of,
+    tensors_of,
+    tensors_of_states,
+)
 from kvedge.transformers.states import StateCopies, copy_states, has_state, put
 from kvedge.transformers.structure import text_config
 
@@ -299,7 +309,8 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
     conversation = secrets.token_hex(8)
     index = os.path.join(folder, _INDEX)
     files, places, files_kept = [], {}, []
-    for number, rows in enumerate(_groups(cache)):
+    checkpoints = [own for own in cache._checkpoints.saved if can_be_saved(own)]
+    for number, rows in enumerate(_groups(cache, checkpoints)):
         files.append(f"rows-{conversation}-{number}.safetensors")
         save_session(_Rows(rows, conversation), os.path.join(folder, files[-1]), like=index)
         gap = [_gap(rows[0])] if _gap(rows[0]) else []
@@ -321,6 +332,12 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
             layers[number]["padding"] = layer.padding
     padded = any(layer and "padding" in layer for layer in layers)
     tensors, states = _states_of(cache)
+    for number, checkpoint in enumerate(checkpoints):
+        own = tensors_of(checkpoint).items()
+        tensors |= {f"checkpoints.{number}.{name}": tensor for name, tensor in own}
+    if tensors and not states:
+        states = {"has_previous": {}}
+    saved = [described(checkpoint, lambda row: places[id(row)]) for checkpoint in checkpoints]
     if states:
         name = f"states-{conversation}-0.safetensors"
         data = safetensors.torch.save(tensors)
@@ -336,6 +353,7 @@ def _write(cache: Any, model: dict[str, Any], folder: str, ids: torch.Tensor) ->
         "files": files,
         "layers": layers,
         **({"states": states} if states else {}),
+        **({"checkpoints": saved} if saved else {}),
         "token_ids": ids.tolist(),
     }
     fields["sha256"] = _digest(fields)
@@ -363,23 +381,17 @@ def _states_of(cache: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             continue
         copies = copy_states(layer)
         has_previous[str(index)] = [copies.has_previous[i] for i in sorted(copies.has_previous)]
-        for kind, states in (("conv", copies.conv), ("recurrent", copies.recurrent)):
-            for i, state in states.items():
-                if isinstance(state, Int8State):
-                    tensors[f"layers.{index}.scales.{i}"] = state.scales.contiguous()
-                    state = state.codes
-                if state is not None:
-                    tensors[f"layers.{index}.{kind}.{i}"] = state.contiguous()
+        tensors |= tensors_of_states(index, copies)
     return tensors, {"has_previous": has_previous} if has_previous or tensors else {}
 
 
-def _groups(cache: Any) -> Iterator[list[Any]]:
-    """All rows of a cache, by shape and length."""
+def _groups(cache: Any, checkpoints: list[Checkpoint]) -> Iterator[list[Any]]:
+    """All rows of a cache and of windows of its checkpoints, by shape and length."""
     groups: dict[Any, list[Any]] = {}
-    for _, layer in _rows_layers(cache):
-        for row in layer.rows:
-            gap, form = _gap(row), CacheFormat.of([store_of(row).config])
-            groups.setdefault((form, len(row) + gap, gap), []).append(row)
+    own = (row for _, layer in _rows_layers(cache) for row in layer.rows)
+    for row in chain(own, *map(rows_of, checkpoints)):
+        gap, form = _gap(row), CacheFormat.of([store_of(row).config])
+        groups.setdefault((form, len(row) + gap, gap), []).append(row)
     for rows in groups.values():
         for first in range(0, len(rows), MAX_LAYERS):
             yield rows[first : first + MAX_LAYERS]
@@ -452,6 +464,7 @@ class Saved(NamedTuple):
     options: dict[str, Any]  # of the cache
     rows: list[Any]  # of each layer; None where it has none
     states: dict[str, torch.Tensor]  # by their names
+    files: list[Any]  # of rows
 
 
 def read(path: Any, config: Any, of: Any) -> Saved:
@@ -498,7 +511,7 @@ def _read(folder: str, config: Any, of: Any) -> Saved:
         raise CorruptFileError(f"{name}: {type(error).__name__}: {error}") from error
     for name in [name for name, value in options.items() if value == _ROWS]:
         options[name] = [getattr(own[0], name) if own else None for own in rows]
-    return Saved(fields, options, rows, states)
+    return Saved(fields, options, rows, states, files)
 
 
 def _read_states(folder: str, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -577,9 +590,23 @@ def fill(cache: Any, saved: Saved, path: Any) -> None:
                 layer.lose_before(of_rows.get("dropped") or _gone(layer))
         _fill_states(cache, fields.get("states", {}).get("has_previous", {}), saved.states)
         _fill_indexes(cache, saved.states)
+        _fill_checkpoints(cache, saved)
         cache.token_ids = fields["token_ids"]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(f"{os.path.join(checked_path(path), _INDEX)}: {error}") from error
+
+
+def _fill_checkpoints(cache: Any, saved: Saved) -> None:
+    length, last = length_of(cache), 0
+    for number, own in enumerate(saved.fields.get("checkpoints", [])):
+        begin = f"checkpoints.{number}."
+        names = [name for name in saved.states if name.startswith(begin)]
+        tensors = {name.removeprefix(begin): saved.states[name] for name in names}
+        checkpoint = filled(cache.layers, own, tensors, partial(_row_at, saved.files))
+        if not last < checkpoint.length <= length:
+            raise ValueError(f"a checkpoint at {checkpoint.length} tokens of {length}")
+        last = checkpoint.length
+        cache._checkpoints.add(checkpoint)
 
 
 def _fill_states(

@@ -1,13 +1,17 @@
 """Going back: states and windows as they were at a checkpoint; conversations with states, saved."""
 
 import copy
+import hashlib
 import itertools
+import json
 
 import pytest
+from safetensors.torch import load_file, save
 from tiny_models import KvedgeCache, prompt, torch, transformers
 from tiny_structures import model_of
 
 from kvedge.errors import CorruptFileError
+from kvedge.transformers import session
 from kvedge.transformers.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +31,8 @@ def step(model, cache, ids):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", [*NAMES, "llama"])
-def test_going_back_to_a_checkpoint_leaves_no_trace(name, options):
+def test_going_back_to_a_checkpoint_leaves_no_trace(name, options, tmp_path):
+    """In memory, and by another process."""
     model = model_of(name)
     ids, other = prompt(2, 300)["input_ids"], prompt(2, 300, seed=1)["input_ids"]
     cache, never = (KvedgeCache(model.config, **options) for _ in range(2))
@@ -36,11 +41,18 @@ def test_going_back_to_a_checkpoint_leaves_no_trace(name, options):
     assert cache.checkpoint() == 157
     step(model, cache, other[:, :140])
     step(model, cache, other[:, 140:141])
-    cache.crop(157 - 298)
-    assert cache.get_seq_length() == 157
+    cache.save(tmp_path, torch.cat([ids[:, :157], other[:, :141]], 1))
+    loaded = KvedgeCache.load(tmp_path, model)
+    # One whose keys' scale was still open is not saved.
+    assert loaded.checkpoints == cache.checkpoints[-len(loaded.checkpoints) :]
+    assert 157 in loaded.checkpoints
+    for one in (cache, loaded):
+        one.crop(157 - 298)
+        assert one.get_seq_length() == 157
     for start, stop in ((157, 158), (158, 200), (200, 201)):
         part = ids[:, start:stop]
-        assert torch.equal(step(model, cache, part), step(model, never, part))
+        wanted = step(model, never, part)
+        assert all(torch.equal(step(model, one, part), wanted) for one in (cache, loaded))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,7 +130,7 @@ def test_a_loaded_conversation_with_states_goes_on(name, batch, tmp_path):
     out = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
     cache.save(tmp_path, out, model=model)
     cache.save(tmp_path, out, model=model)  # in its place
-    assert len(list(tmp_path.glob("states-*"))) == (name != "gemma2")
+    assert len(list(tmp_path.glob("states-*"))) == 1  # also of last tokens at checkpoints
     loaded = KvedgeCache.load(tmp_path, model)
     more = torch.cat([out, prompt(batch, 9, seed=4)["input_ids"]], 1)
     wanted, got = (
@@ -126,6 +138,53 @@ def test_a_loaded_conversation_with_states_goes_on(name, batch, tmp_path):
         for one in (cache, loaded)
     )
     assert torch.equal(got, wanted)
+
+
+def test_forged_checkpoints_are_refused(tmp_path):
+    model = model_of("FalconH1")
+    cache = KvedgeCache(model.config)
+    out = model.generate(prompt(1, 90)["input_ids"], past_key_values=cache, max_new_tokens=4)
+    cache.save(tmp_path, out)
+    index = tmp_path / "conversation.json"
+    fields = json.loads(index.read_text())
+    assert KvedgeCache.load(tmp_path, model).checkpoints == [89]
+
+    def forge(**changes):
+        [own] = fields["checkpoints"]
+        forged = {**fields, "checkpoints": [{**own, **changes}]}
+        forged["sha256"] = session._digest(forged)
+        index.write_text(json.dumps(forged))
+
+    layers, previous = fields["checkpoints"][0]["layers"], fields["checkpoints"][0]["has_previous"]
+    for changes in (
+        {"length": 94},
+        {"length": "89"},
+        {"layers": layers[1:]},
+        {"layers": [{**layers[0], "tokens": [95]}, *layers[1:]]},
+        {"layers": [{**layers[0], "padding": [-1]}, *layers[1:]]},
+        {"layers": [None, *layers[1:]]},
+        {"has_previous": {}},
+        {"has_previous": {**previous, "0": []}},
+    ):
+        forge(**changes)
+        with pytest.raises(CorruptFileError):
+            KvedgeCache.load(tmp_path, model)
+    forge()
+    assert KvedgeCache.load(tmp_path, model).checkpoints == [89]
+    [states] = tmp_path.glob("states-*")
+    tensors = load_file(states)
+    for name, forged in (
+        ("checkpoints.0.layers.0.recurrent.0", lambda x: x[..., :-1].contiguous()),
+        ("checkpoints.0.layers.0.recurrent.0", lambda x: x * float("nan")),
+        ("checkpoints.0.layers.0.rows.0.key_codes", lambda x: x[:, :, 1:].contiguous()),
+        ("checkpoints.0.layers.0.rows.0.key_codes", lambda x: x * float("nan")),
+    ):
+        data = save({**tensors, name: forged(tensors[name])})
+        states.write_bytes(data)
+        fields["states"]["sha256"] = hashlib.sha256(data).hexdigest()
+        forge()
+        with pytest.raises(CorruptFileError):
+            KvedgeCache.load(tmp_path, model)
 
 
 def test_another_checkpoint_and_damaged_states_are_refused(tmp_path):

@@ -98,8 +98,9 @@ def test_saving_again_replaces_the_conversation(tmp_path):
         cache.save(tmp_path)
         assert torch.equal(KvedgeCache.load(tmp_path, model.config).token_ids, out[:, :-1])
     files = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
-    assert files == {"conversation.json", "messages.json", "rows"}
-    assert len(list(tmp_path.glob("rows-*"))) == 2  # full layers, window layers
+    assert files == {"conversation.json", "messages.json", "rows", "states"}
+    # Full layers, window layers, those of the checkpoint.
+    assert len(list(tmp_path.glob("rows-*"))) == 3
 
 
 @pytest.mark.skipif(
@@ -264,8 +265,9 @@ def test_a_killed_save_leaves_the_old_conversation_whole(tmp_path):
         kept += 1
     assert kept >= 4  # two files of rows, the index
     cache.save(tmp_path, out)
-    names = sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
-    assert names == ["conversation.json", "rows", "rows"]  # nothing of the killed ones is left
+    fields = json.loads((tmp_path / "conversation.json").read_text())
+    names = {"conversation.json", *fields["files"], fields["states"]["file"]}
+    assert names == set(os.listdir(tmp_path))  # nothing of the killed ones is left
 
 
 def test_a_conversation_saved_with_a_tolerance_opens_without(tmp_path, monkeypatch):
