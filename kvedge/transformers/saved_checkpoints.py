@@ -205,13 +205,13 @@ def _states(
         raise ValueError(f"a checkpoint has states of layer {n} and the layer none, or it has")
     if has_previous is None:
         return None
-    now: dict[str, torch.Tensor] = tensors_of_states(n, states.copy_states(layer))
+    present: _Tensors = tensors_of_states(n, states.copy_states(layer))
     conv: dict[int, Any] = {}
     recurrent: dict[int, Any] = {}
     for i in range(layer.number_of_states):
         for kind, to in (("conv", conv), ("recurrent", recurrent), ("scales", recurrent)):
             name = f"layers.{n}.{kind}.{i}"
-            state, like = tensors.get(name), now.get(name)
+            state, like = tensors.get(name), present.get(name)
             if state is not None:
                 if like is None or state.shape != like.shape or state.dtype != like.dtype:
                     raise ValueError(f"{name} of a checkpoint is of another shape or type")
