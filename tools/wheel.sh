@@ -6,7 +6,7 @@
 #   sdist    unpacked in a folder of its own, it builds the wheel without network (--no-index --no-build-isolation)
 #   repair   auditwheel names the oldest glibc that the wheel runs with, and refuses libraries that are not everywhere
 #   compress zopfli makes the same files some 4% smaller (tools/compress_wheel.py)
-#   checks   at most 2.1 MB, no symbol table, every file that a wheel must have (tools/check_wheel.py)
+#   checks   at most 2.14 MB, no symbol table, every file that a wheel must have (tools/check_wheel.py)
 #   test     in an empty environment, away from the checkout: command line, C library, a part of the contract suite
 #
 # KVEDGE_WHEEL_TESTS   which tests; default: what kernels store and compute. "tests/contract" is all.

@@ -5,7 +5,7 @@
 #
 #   build    for CPython 3.11 and glibc 2.17, from what git has; zig comes from PyPI (ziglang)
 #   repair   auditwheel names the oldest glibc that the wheel runs with, and refuses libraries that are not everywhere
-#   checks   at most 2.1 MB, no symbol table, every file that a wheel must have (tools/check_wheel.py)
+#   checks   at most 2.14 MB, no symbol table, every file that a wheel must have (tools/check_wheel.py)
 #   test     in an emulated Python (tools/arm_env.sh), as a Raspberry Pi 4 and 5: command line, a part of the contract suite
 #
 # KVEDGE_WHEEL_TESTS   which tests; "tests/contract" is all of them, and takes hours
