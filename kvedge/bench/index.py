@@ -208,7 +208,7 @@ def _rows(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def _filled(shape: _Shape, tokens: int) -> tuple[QuantizedKvLayer, KeyIndex]:
     rng = np.random.default_rng(0)
     layer = QuantizedKvLayer(tokens, shape.num_kv_heads, shape.head_dim)
-    index = KeyIndex(tokens, _INDEX_DIM, ratio=shape.ratio)
+    index = KeyIndex(None, _INDEX_DIM, ratio=shape.ratio)
     for start in range(0, tokens, _CHUNK):
         n = min(_CHUNK, tokens - start)
         of = (n, shape.num_kv_heads, shape.head_dim)
