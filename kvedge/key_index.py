@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvedge.core import hadamard, half
-from kvedge.core.checks import as_int, check_drop, check_finite, check_length
+from kvedge.core.checks import as_int, check_drop, check_finite, check_length, count
 from kvedge.core.index_keys import (
     INDEX_TYPES,
     Finish,
@@ -17,7 +17,6 @@ from kvedge.core.index_keys import (
     IndexMoment,
     Prepared,
     StoredKeys,
-    as_count,
     moment_at,
     prepared,
     select,
@@ -99,7 +98,7 @@ class KeyIndex:
         dtype: IndexDtype = "int8",
         raw_tokens: int | None = 64,
     ) -> None:
-        self._capacity = None if capacity is None else as_count(capacity, "capacity", 1 << 40)
+        self._capacity = None if capacity is None else count(capacity, "capacity", 1 << 40)
         self._config = IndexConfig(
             as_int(head_dim, "head_dim"),
             as_int(ratio, "ratio"),
@@ -253,9 +252,8 @@ class KeyIndex:
 
     def _stored(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The codes of some keys, and their scales if they have any."""
-        return self._keys[first:stop], self._scales[
-            first:stop
-        ] if self._config.dtype == "int8" else None
+        scales = self._scales[first:stop] if self._config.dtype == "int8" else None
+        return self._keys[first:stop], scales
 
     def _decoded(self) -> np.ndarray:
         keys = self._keys[: self.num_keys]

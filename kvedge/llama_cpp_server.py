@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from kvedge.console.exits import USAGE
-from kvedge.console.sizes import parse_size
+from kvedge.console.sizes import add_store_size
 from kvedge.core import packages
 from kvedge.errors import KvedgeError
 from kvedge.llama_cpp import PrefixCache
@@ -34,13 +34,7 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--prompt-store", metavar="DIR", required=True, help="a folder")
-    parser.add_argument(
-        "--prompt-store-size",
-        type=parse_size,
-        metavar="SIZE",
-        default=8 << 30,
-        help="the most that its files take (default: 8G)",
-    )
+    add_store_size(parser)
     parser.add_argument(
         "--namespace", metavar="TEXT", default="", help="a tenant, in whose name it is used"
     )

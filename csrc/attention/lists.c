@@ -3,9 +3,8 @@
  * A row, or a row's heads of one KV head, with its list becomes a request for each part that has tokens of it, whose view
  * is of these tokens alone:
  *
- *   formats of rows   a segment for each run of adjacent tokens; if each is of whole blocks of a tile they are read where they
- *                     lie,
- *                     else slices gather their rows tile by tile as they are stored (slice.c)
+ *   formats of rows   a segment for each run of adjacent tokens, if each is of whole blocks of a tile read where they lie;
+ *                     else slices gather their rows, tile by tile as they are stored (slice.c)
  *   formats of runs   a segment for each run of 32 with a token of the list, and a mask of as many bytes
  *
  * The first rows of a prompt whose lists have all tokens are a request without lists, and rows that read nearly all,

@@ -20,8 +20,8 @@
 
 enum {
   MAX_HEADS = 1024,
-  LEAST_KEYS = 1024, /* of a task; */
-  MOST_KEYS = 8192,  /* for each its queries are prepared, and 1 MB of int8 stays near for more of them */
+  LEAST_KEYS = 1024, /* of a task */
+  MOST_KEYS = 8192, /* a task prepares its queries anew; these keys are 1 MB of int8, which stays in L2 for its heads */
   CHUNKS_OF_THREAD = 4,
   SCORES_BYTES = 16 << 20, /* of rows that are scanned together, at most; or one row's */
 };

@@ -20,7 +20,7 @@ from kvedge.cli import (
 from kvedge.cli.model import add_model_options
 from kvedge.console.exits import UsageError
 from kvedge.console.output import Output
-from kvedge.console.sizes import parse_size
+from kvedge.console.sizes import add_store_size
 from kvedge.console.values import whole_or_all
 from kvedge.core.recommended import AUTO
 
@@ -94,13 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="take what a folder knows of the prompt, and store what is new ('kvedge store DIR')",
     )
-    session.add_argument(
-        "--prompt-store-size",
-        type=parse_size,
-        metavar="SIZE",
-        default=8 << 30,
-        help="the most that its files take (default: 8G)",
-    )
+    add_store_size(session)
     session.add_argument(
         "--namespace",
         metavar="TEXT",

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["format_count", "format_rate", "format_size", "parse_count", "parse_size"]
+__all__ = [
+    "add_store_size",
+    "format_count",
+    "format_rate",
+    "format_size",
+    "parse_count",
+    "parse_size",
+]
 
 _PREFIXES = "KMGTP"
 
@@ -32,6 +39,17 @@ def parse_size(text: str) -> int:
     if not 1 <= size < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 4G, 512M or 1.5GiB")
     return int(size)
+
+
+def add_store_size(parser: argparse._ActionsContainer) -> None:
+    """Declare ``--prompt-store-size``."""
+    parser.add_argument(
+        "--prompt-store-size",
+        type=parse_size,
+        metavar="SIZE",
+        default=8 << 30,
+        help="the most that its files take (default: 8G)",
+    )
 
 
 def parse_count(text: str) -> int:

@@ -25,6 +25,7 @@ from kvedge.core.config import (
     as_bool,
     as_float,
     as_int,
+    count,
     describe,
     layer_config,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "check_whole",
     "checked_path",
     "checked_rows",
+    "count",
     "describe",
     "layer_config",
     "refuse_values",

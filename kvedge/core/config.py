@@ -514,6 +514,18 @@ def as_int(value: Any, name: str) -> int:
     raise InvalidArgumentError(f"{name} must be an integer, not {describe(value)}") from cause
 
 
+def count(value: Any, name: str, most: int, least: int = 1) -> int:
+    """`value` as an int from `least` to `most`, or InvalidArgumentError."""
+    number = as_int(value, name)
+    if not least <= number <= most:
+        raise InvalidArgumentError(
+            f"{name} must be from {least} to {most}, not {number}",
+            expected=range(least, most + 1),
+            got=number,
+        )
+    return number
+
+
 def as_bool(value: Any, name: str) -> bool:
     """`value` as a Python bool; only bools are taken."""
     if isinstance(value, (bool, np.bool_)):

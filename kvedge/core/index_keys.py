@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from kvedge.core.checks import as_float, as_float32, as_int, check_finite
-from kvedge.core.config import one_of
+from kvedge.core.checks import as_float, as_float32, as_int, check_finite, count
+from kvedge.core.config import MAX_HEAD_DIM, one_of
 from kvedge.core.options import as_num_threads
 from kvedge.core.registry import active
 from kvedge.core.selection import Selection
@@ -30,7 +30,6 @@ __all__ = [
     "IndexMoment",
     "Prepared",
     "StoredKeys",
-    "as_count",
     "check_asked",
     "moment_at",
     "prepared",
@@ -42,7 +41,6 @@ IndexDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 Finish: TypeAlias = "Callable[[np.ndarray, np.ndarray], Array]"
 
 INDEX_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
-_MAX_DIM = 1024
 _LARGEST = 2.0**40  # KVEDGE_INDEX_LARGEST: so that all products are finite
 
 
@@ -57,8 +55,8 @@ class IndexConfig:
 
     def __post_init__(self) -> None:
         """Check all fields; InvalidArgumentError."""
-        as_count(self.head_dim, "head_dim", _MAX_DIM)
-        as_count(self.ratio, "ratio", 1 << 16)
+        count(self.head_dim, "head_dim", MAX_HEAD_DIM)
+        count(self.ratio, "ratio", 1 << 16)
         if self.raw_tokens is not None and as_int(self.raw_tokens, "raw_tokens") < 0:
             raise InvalidArgumentError(f"raw_tokens must be at least 0, not {self.raw_tokens}")
         one_of(self.dtype, "dtype", get_args(IndexDtype))
@@ -205,13 +203,13 @@ def select(
         )
     factors = _factors(weights, n, num_heads, per_head)
     selection = Selection(
-        k=as_count(k, "k", 1 << 31),
+        k=count(k, "k", 1 << 31),
         scale=as_float(scale, "scale"),
         first_position=length - n,
         ratio=config.ratio,
-        block=as_count(block_size, "block_size", 1 << 20),
-        local_blocks=as_count(local_blocks, "local_blocks", 1 << 31, least=0),
-        start=as_count(start, "start", length - n, least=0),
+        block=count(block_size, "block_size", 1 << 20),
+        local_blocks=count(local_blocks, "local_blocks", 1 << 31, least=0),
+        start=count(start, "start", length - n, least=0),
         per_head=bool(per_head),
     )
     if capacity is not None:
@@ -251,14 +249,3 @@ def _factors(weights: Any, n: int, num_heads: int, per_head: bool) -> np.ndarray
         )
     check_finite(factors, "weights")
     return np.ascontiguousarray(factors)
-
-
-def as_count(value: Any, name: str, most: int, least: int = 1) -> int:
-    number = as_int(value, name)
-    if not least <= number <= most:
-        raise InvalidArgumentError(
-            f"{name} must be from {least} to {most}, not {number}",
-            expected=range(least, most + 1),
-            got=number,
-        )
-    return number

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from kvedge.core.checks import as_float32
+from kvedge.core.checks import as_float32, count
 from kvedge.core.config import one_of
 from kvedge.core.types import Array, Floats
 from kvedge.errors import ShapeMismatchError
-from kvedge.states.recurrent import RecurrentState, StateDtype, count
+from kvedge.states.recurrent import RecurrentState, StateDtype
 
 __all__ = ["MAX_WIDTH", "ConvState"]
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from kvedge.core.checks import as_bool, as_float
+from kvedge.core.checks import as_bool, as_float, count
 from kvedge.core.types import Array, Floats
 from kvedge.states.recurrent import (
     MAX_HEADS,
     MAX_STATE_DIM,
     RecurrentState,
     StateDtype,
-    count,
     multiple,
 )
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvedge.core.checks import as_float32
+from kvedge.core.checks import as_float32, count
 from kvedge.core.types import Array, Floats
 from kvedge.states.recurrent import (
     MAX_HEADS,
     MAX_STATE_DIM,
     RecurrentState,
     StateDtype,
-    count,
     multiple,
 )
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from kvedge.core import arrays
-from kvedge.core.checks import as_float32, as_int, check_finite
+from kvedge.core.checks import as_float32, check_finite, count
 from kvedge.core.config import one_of
 from kvedge.core.memory import aligned_zeros
 from kvedge.core.options import as_num_threads
@@ -18,7 +18,7 @@ from kvedge.core.types import Array
 from kvedge.errors import InvalidArgumentError, KvedgeError, ShapeMismatchError
 from kvedge.states.layer import STATE_TYPES, StateLayer
 
-__all__ = ["MAX_HEADS", "MAX_STATE_DIM", "RecurrentState", "StateDtype", "count", "multiple"]
+__all__ = ["MAX_HEADS", "MAX_STATE_DIM", "RecurrentState", "StateDtype", "multiple"]
 
 StateDtype: TypeAlias = Literal["float32", "bfloat16"]
 
@@ -29,18 +29,6 @@ _DTYPES = ("float32", "bfloat16")
 _NO_SIGNS: Mapping[str, int] = MappingProxyType({})
 
 Shape = tuple[int, ...]
-
-
-def count(value: Any, name: str, most: int, least: int = 1) -> int:
-    """`value` as an int from `least` to `most`, or InvalidArgumentError."""
-    number = as_int(value, name)
-    if not least <= number <= most:
-        raise InvalidArgumentError(
-            f"{name} must be from {least} to {most}, not {number}",
-            expected=range(least, most + 1),
-            got=number,
-        )
-    return number
 
 
 def multiple(num_heads: int, shared: Any, name: str) -> int:
