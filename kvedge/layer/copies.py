@@ -25,6 +25,7 @@ __all__ = [
     "restore_row",
     "row_checkpoint",
     "stored",
+    "take",
 ]
 
 _Store = TypeVar("_Store", bound=LayerStore)
@@ -74,12 +75,23 @@ def fill(
 ) -> None:
     """Take over the stored bytes of another layer; this one is empty."""
     n = len(tokens[0])
-    own = parts_of_contents(parts, store.config, num_dropped, num_dropped + n)
-    hold = store.holding(n, num_dropped, own, key_map=key_map)
     memory.copy_tokens(tokens, store.slabs, n)
-    hold()
-    keys.store_as(store, store.key_map, rule)
+    take(store, n, key_map, rule, num_dropped, parts)
     store.turns, store.evicted_at = turns, evicted_at
+
+
+def take(
+    store: LayerStore,
+    num_tokens: int,
+    key_map: KeyMap,
+    rule: KeyRule,
+    num_dropped: int,
+    parts: Sequence[PartContents],
+) -> None:
+    """Hold tokens that were put into the slabs of an empty layer."""
+    own = parts_of_contents(parts, store.config, num_dropped, num_dropped + num_tokens)
+    store.holding(num_tokens, num_dropped, own, key_map=key_map)()
+    keys.store_as(store, store.key_map, rule)
 
 
 def copy_of(store: _Store, num_dropped: int | None = None) -> _Store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvedge.cache.cache import KVCache, state_of
-from kvedge.cache.state import CacheState
+from kvedge.cache.state import Adopted, CacheState
 from kvedge.core import checks
 from kvedge.core.index_keys import IndexConfig
 from kvedge.errors import (
@@ -21,9 +22,8 @@ from kvedge.errors import (
     KvedgeError,
     ShapeMismatchError,
 )
-from kvedge.files.contents import CacheContents, LayerContents
 from kvedge.files.session import own_fields
-from kvedge.key_index import moment_of, new_index, stored_keys
+from kvedge.key_index import hold, moment_of, new_index, stored_keys
 from kvedge.layer.store import LayerStore
 from kvedge.store import rows
 from kvedge.store.entries import BLOCK, Entry, Known
@@ -240,10 +240,10 @@ def load(
             continue
         try:
             divided = [rows.by_layer(arrays) for arrays in files]
-            contents = [
-                _contents(layer, [of.get(str(layer.number), {}) for of in divided], stop)
-                for layer in layers
-            ]
+            if any(state.high_water):
+                state.forget_bytes()  # what was appended before goes
+            with ThreadPoolExecutor() as pool:  # memory is first touched here, which takes longest
+                adopted = list(pool.map(partial(_read, divided, stop), layers))
             indexes = [
                 _index_arrays(n, index.config, [of.get(str(n), {}) for of in divided], stop)
                 for n, index in sorted(state.indexes.items())
@@ -251,7 +251,9 @@ def load(
         except CorruptFileError:
             store.forget(path[-1])
             continue
-        state.replace(CacheContents(state.format, stop, tuple(contents), indexes=tuple(indexes)))
+        state.adopt(stop, adopted)
+        for (_, index), arrays in zip(sorted(state.indexes.items()), indexes, strict=True):
+            hold(index, arrays)
         store.touch(path)
         return stop
     return 0
@@ -274,7 +276,7 @@ def _index_arrays(
     return arrays
 
 
-def _contents(layer: Stored, files: Sequence[rows.Arrays], stop: int) -> LayerContents:
-    own = rows.contents(layer.store.config, layer.number, files, stop)
-    parts = tuple(own.parts)
-    return LayerContents(*own.rows, own.key_map, num_dropped=own.num_dropped, parts=parts)
+def _read(files: Sequence[Mapping[str, rows.Arrays]], stop: int, layer: Stored) -> Adopted:
+    own = [of.get(str(layer.number), {}) for of in files]
+    tokens, key_map, dropped, parts = rows.read(layer.store, layer.number, own, stop)
+    return tokens, key_map, dropped, parts, None, 0

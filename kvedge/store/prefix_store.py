@@ -149,20 +149,27 @@ class PrefixStore:
 
         None: one of them was removed meanwhile, or is damaged; it is known no longer.
         """
-        found, parent = [], ""
-        for node in nodes:
-            path = self._index.path(node.name)
-            try:
-                status = os.stat(path)
-                key = (node.name, status.st_ino, status.st_mtime_ns, status.st_size)
-                is_known = key in self._checked
-                found.append(open_mapped(path, node.about(parent), is_known=is_known))
-            except (OSError, CorruptFileError):
+        with ThreadPoolExecutor(_THREADS) as pool:  # digests take longest
+            parents = ["", *(node.name for node in nodes[:-1])]
+            mapped = pool.map(self._mapped, nodes, parents)
+        found = []
+        for node, arrays in zip(nodes, mapped, strict=True):
+            if arrays is None:
                 self._index.forget(node)
                 return None
-            self._checked.add(key)
-            parent = node.name
+            found.append(arrays)
         return found
+
+    def _mapped(self, node: Node, parent: str) -> dict[str, np.ndarray] | None:
+        path = self._index.path(node.name)
+        try:
+            status = os.stat(path)
+            key = (node.name, status.st_ino, status.st_mtime_ns, status.st_size)
+            arrays = open_mapped(path, node.about(parent), is_known=key in self._checked)
+        except (OSError, CorruptFileError):
+            return None
+        self._checked.add(key)
+        return arrays
 
     def forget(self, node: Node) -> None:
         """Remove a node, and all behind it."""

@@ -32,9 +32,9 @@ __all__ = [
     "block",
     "by_layer",
     "checkpoint",
-    "contents",
     "fill",
     "has_last",
+    "read",
     "variant_of",
 ]
 
@@ -62,10 +62,6 @@ def by_layer(arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
         number, _, own = name.partition(".")
         found.setdefault(number, {})[own] = array
     return found
-
-
-def _form(config: LayerConfig) -> LayerConfig:
-    return config.run if config.in_runs else config.plain
 
 
 def _named(prefix: str, slabs: Slabs) -> dict[str, np.ndarray]:
@@ -136,47 +132,57 @@ def checkpoint(
 
 
 def _joined(
-    number: int, parts: Sequence[Arrays], config: LayerConfig, count: int, prefix: str = ""
+    number: int,
+    files: Sequence[Arrays],
+    config: LayerConfig,
+    count: int,
+    prefix: str = "",
+    slabs: Slabs | None = None,
 ) -> Slabs:
-    """The slabs of `count` tokens, joined from files and checked."""
+    """What files hold of `count` tokens, checked, at the front of slabs or in arrays of its own."""
     shapes = memory.slab_layout(replace(config, capacity=RUN, limit=None))
-    slabs = []
-    for name, (shape, dtype), step in zip(
-        Slabs._fields, shapes, memory.tokens_per_rows(config), strict=True
+    joined = []
+    for i, (name, (shape, dtype), step) in enumerate(
+        zip(Slabs._fields, shapes, memory.tokens_per_rows(config), strict=True)
     ):
-        whole = (count // step, *shape[1:])
+        whole, full = (count // step, *shape[1:]), f"{number}.{prefix}{name}"
+        rows = np.empty(whole, dtype) if slabs is None else slabs[i][: count // step]
+        joined.append(rows)
         if not np.prod(whole):
-            slabs.append(np.zeros(whole, dtype))
             continue
-        found = [np.atleast_1d(a[prefix + name]) for a in parts if prefix + name in a]
-        full = f"{number}.{prefix}{name}"
+        found = [np.atleast_1d(a[prefix + name]) for a in files if prefix + name in a]
+        if sum(map(len, found)) != whole[0]:
+            corrupt(f"tensor {full} has {sum(map(len, found))} rows where {whole[0]} belong")
+        at = 0
         for array in found:
             check_array({full: array}, full, dtype, (len(array), *shape[1:]))
-        rows = found[0] if len(found) == 1 else np.concatenate(found or [np.zeros(0, dtype)])
-        check_array({full: rows}, full, dtype, whole)
+            room = rows[at : at + len(array)]  # of the last file the first tokens may be enough
+            room[...] = array[: len(room)]
+            at += len(array)
         check_numbers(full, rows, config)
-        slabs.append(rows)
-    return Slabs(*slabs)
+    return Slabs(*joined)
 
 
 class Contents(NamedTuple):
-    """The tokens of a layer."""
+    """What a layer is to hold, whose tokens are in its slabs."""
 
-    rows: Slabs
+    num_tokens: int
     key_map: KeyMap
     num_dropped: int
-    parts: list[PartContents]
+    parts: tuple[PartContents, ...]
 
 
-def contents(config: LayerConfig, number: int, files: Sequence[Arrays], stop: int) -> Contents:
-    """The tokens before a position, from the arrays of a layer in files, in order.
+def read(store: LayerStore, number: int, files: Sequence[Arrays], stop: int) -> Contents:
+    """Put the tokens before a position into the slabs of an empty layer, which it holds not yet.
+
+    They are in the arrays of the layer in files, in order.
 
     Raises
     ------
     CorruptFileError
         The arrays are none of such a layer.
     """
-    last = files[-1]
+    last, config = files[-1], store.config
     dropped, start, end = 0, 0, stop
     if "at" in last:
         at = check_array(last, "at", np.int64, (3,))
@@ -185,10 +191,44 @@ def contents(config: LayerConfig, number: int, files: Sequence[Arrays], stop: in
         corrupt(f"layer {number} is at {dropped}, {start}, {end}, which {stop} is not")
     if dropped:
         files = files[-1:]
-    found = {n: vector for n, vector in {**files[0], **last}.items() if n in KEY_VECTORS}
+    tokens = stop - dropped
+    if not config.in_runs:
+        count = sum(len(np.atleast_1d(a.get("key_codes", []))) for a in files)
+        if count < tokens:
+            corrupt(f"layer {number} has {count} tokens of {tokens}")
+    key_map = _key_map(number, config, {**files[0], **last})
+    reserve(store, tokens)
+    config = store.config
+    if not config.in_runs:
+        slabs = Slabs(*(slab[:tokens] for slab in store.slabs))
+        _joined(number, files, config.plain, count, slabs=slabs)
+    parts: list[PartContents] = []
+    if config.recent_dtype:
+        for prefix in ("first.", "last."):
+            codes = last.get(f"{prefix}key_codes")
+            count = 0 if codes is None else len(np.atleast_1d(codes))
+            if count > min(stop, config.sinks if prefix == "first." else last_rows(config)):
+                corrupt(f"layer {number} has {count} {prefix[:-1]} tokens")
+            own = _joined(number, files[-1:], config.part_config, count, prefix)
+            parts.append(PartContents(own, NO_MAP))
+    if config.in_runs:
+        if len(parts[1].arrays.key_codes) < stop % RUN:
+            corrupt(f"layer {number} lacks tokens behind its runs")
+        begin, view = dropped // RUN * RUN, store.snapshot()
+        assert view.parts is not None and view.parts.runs is not None
+        runs = view.parts.runs
+        if stop // RUN * RUN - begin <= memory.tokens_of_runs(runs, config):
+            _joined(number, files, config.run, stop // RUN * RUN - begin, slabs=runs)
+        else:  # it begins within a run
+            runs = _joined(number, files, config.run, stop // RUN * RUN - begin)
+        parts.append(PartContents(runs, key_map))
+    return Contents(tokens, key_map, dropped, tuple(parts))
+
+
+def _key_map(number: int, config: LayerConfig, arrays: Arrays) -> KeyMap:
     shape = (config.num_kv_heads, config.head_dim)
     vectors = [
-        check_array(found, name, np.float32, shape) if name in found else None
+        np.array(check_array(arrays, name, np.float32, shape)) if name in arrays else None
         for name in KEY_VECTORS
     ]
     for vector in vectors:
@@ -196,40 +236,10 @@ def contents(config: LayerConfig, number: int, files: Sequence[Arrays], stop: in
             corrupt(f"layer {number} has keys over or less what is not finite")
     if vectors[1] is not None and not (vectors[1] > 0).all():
         corrupt(f"layer {number} has keys over what is not positive")
-    key_map = NO_MAP if not found else KeyMap(*map(_copy, vectors))
-    form, tokens = _form(config), stop - dropped
-    parts: list[PartContents] = []
-    if config.in_runs:
-        begin = dropped // RUN * RUN
-        runs = _joined(number, files, form, stop // RUN * RUN - begin)
-        rows = _joined(number, (), replace(config.plain, capacity=1), tokens)
-    else:
-        count = sum(len(np.atleast_1d(a.get("key_codes", []))) for a in files)
-        if count < tokens:
-            corrupt(f"layer {number} has {count} tokens of {tokens}")
-        rows = _joined(number, files, form, count)
-        rows = Slabs(*(array[:tokens] for array in rows))
-    if config.recent_dtype:
-        own = config.part_config
-        for prefix in ("first.", "last."):
-            codes = last.get(f"{prefix}key_codes")
-            count = 0 if codes is None else len(np.atleast_1d(codes))
-            if count > min(stop, config.sinks if prefix == "first." else last_rows(config)):
-                corrupt(f"layer {number} has {count} {prefix[:-1]} tokens")
-            parts.append(PartContents(_joined(number, files[-1:], own, count, prefix), NO_MAP))
-        if config.in_runs and len(parts[1].arrays.key_codes) < stop % RUN:
-            corrupt(f"layer {number} lacks tokens behind its runs")
-        if config.in_runs:
-            parts.append(PartContents(runs, key_map))
-    return Contents(rows, key_map, dropped, parts)
+    return KeyMap(*vectors)
 
 
 def fill(store: LayerStore, number: int, files: Sequence[Arrays], stop: int) -> None:
-    """Let an empty layer hold the :func:`contents`."""
-    own = contents(store.config, number, files, stop)
-    reserve(store, stop - own.num_dropped)
-    copies.fill(store, own.rows, own.key_map, store.key_rule, own.num_dropped, own.parts)
-
-
-def _copy(vector: np.ndarray | None) -> np.ndarray | None:
-    return None if vector is None else np.array(vector)
+    """Let an empty layer hold what files hold before a position; as :func:`read`."""
+    own = read(store, number, files, stop)
+    copies.take(store, own.num_tokens, own.key_map, store.key_rule, own.num_dropped, own.parts)
