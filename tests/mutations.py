@@ -348,14 +348,14 @@ MUTATIONS = [
     # ---- Python: each kind of storage, copied and saved
     Mutation(
         "a copy's key scale is not taken from its first tokens",
-        "    hold()\n    keys.store_as(store, store.key_map, rule)",
-        "    hold()\n    keys.store_as(store, store.key_map, KeyRule(False, False))",
+        "    keys.store_as(store, store.key_map, rule)\n\n\ndef copy_of",
+        "    keys.store_as(store, store.key_map, KeyRule(False, False))\n\n\ndef copy_of",
         KINDS,
     ),
     Mutation(
         "a copy has dropped nothing",
-        "store.holding(n, num_dropped, own, key_map=key_map)",
-        "store.holding(n, 0, own, key_map=key_map)",
+        "store.holding(num_tokens, num_dropped, own, key_map=key_map)",
+        "store.holding(num_tokens, 0, own, key_map=key_map)",
         KINDS,
     ),
     Mutation(

@@ -694,6 +694,7 @@ cdef class LayerStore:
         int64_t num_tokens, many, layout
     ):
         cdef kvedge_status status
+        cdef _Handle handle
         cdef bint decides = num_tokens > 0 and self.key_map_is_open()
         cdef _Array turned
         cdef kvedge_array turned_rows
@@ -712,16 +713,17 @@ cdef class LayerStore:
                 rows, _ = self._checked(keys, values, many, layout)
                 layer_keys.decide(self, rows)
             status = self._append_rows(key_rows, value_rows, num_tokens)
-            if status == KVEDGE_OK:
-                return
-            # What is refused besides room raises before the layer moves.
-            rows, value_tokens = self._checked(keys, values, many, layout)
-            self._refuse_range(rows, value_tokens)
             if status == KVEDGE_ERROR_CAPACITY:
+                handle = self._opened()
                 room.reserve(self, num_tokens)
                 status = self._append_rows(key_rows, value_rows, num_tokens)
-            if status != KVEDGE_OK:
-                raise KvedgeError(kvedge_strerror(status).decode())
+                if status != KVEDGE_OK:
+                    self._take(handle)
+            if status == KVEDGE_OK:
+                return
+            rows, value_tokens = self._checked(keys, values, many, layout)
+            self._refuse_range(rows, value_tokens)
+            raise KvedgeError(kvedge_strerror(status).decode())
         except BaseException:
             self.turns = turns
             if decides:

@@ -311,18 +311,22 @@ cdef _store_batch_alone(
 ):
     cdef int64_t num_tokens = key_rows.shape[1]
     cdef kvedge_status status = _append_to_all(layers, key_rows, value_rows)
+    if status == KVEDGE_ERROR_CAPACITY:
+        handles = [(<LayerStore>layer)._opened() for layer in layers]
+        try:
+            for layer in layers:
+                room.reserve(layer, num_tokens)
+            status = _append_to_all(layers, key_rows, value_rows)
+        finally:
+            if status != KVEDGE_OK:
+                for layer, handle in zip(layers, handles):
+                    (<LayerStore>layer)._take(handle)
     if status == KVEDGE_OK:
         return
-    # What is refused besides room raises before the first layer moves.
     dense_keys, dense_values = _batch.checked_rows(layers, keys, values, layout)
     for layer, some_keys, some_values in zip(layers, dense_keys, dense_values):
         layer._refuse_range(some_keys, some_values)
-    if status == KVEDGE_ERROR_CAPACITY:
-        for layer in layers:
-            room.reserve(layer, num_tokens)
-        status = _append_to_all(layers, key_rows, value_rows)
-    if status != KVEDGE_OK:
-        _refuse_status(status)
+    _refuse_status(status)
 
 
 cdef _slide_all(list layers, int64_t num_tokens):

@@ -75,34 +75,35 @@ def entries(
     more : callable
         Gives arrays that the checkpoint at `stop` has besides.
     """
-    full = [layer for layer in layers if layer.is_full]
-    has_parts = any(layer.store.config.recent_dtype for layer in full)
+    there = [(n, store.config, store.snapshot(), is_full) for n, store, is_full in layers]
+    full = [(n, config, view) for n, config, view, is_full in there if is_full]
+    has_parts = any(config.recent_dtype for _, config, _ in full)
 
     def block(end: int) -> dict[str, np.ndarray]:
         start = end - BLOCK
         arrays = {} if start else dict(first or {})
         arrays |= of_tokens(start, end) if of_tokens else {}
-        for number, store, _ in full:
-            own = rows.block(store, start, end)
+        for number, config, view in full:
+            own = rows.block(config, view, start, end)
             arrays |= {f"{number}.{name}": array for name, array in own.items()}
         return arrays
 
     def checkpoint(start: int, end: int, draft: bool) -> dict[str, np.ndarray]:
         arrays = dict(first or {}) | dict(more() if draft else {})
         arrays |= of_tokens(start, end) if of_tokens else {}
-        for number, store, is_full in layers:
-            own = rows.checkpoint(store, start if is_full else 0, end, draft=draft)
+        for number, config, view, is_full in there:
+            own = rows.checkpoint(config, view, start if is_full else 0, end, draft=draft)
             arrays |= {f"{number}.{name}": array for name, array in own.items()}
         return arrays
 
     for end in range(BLOCK, stop + 1, BLOCK):
         yield Entry("block", end - BLOCK, end, partial(block, end))
         is_between = has_parts and not needs_end and end < stop
-        if is_between and all(rows.has_last(layer.store, end) for layer in full):
+        if is_between and all(rows.has_last(config, view, end) for _, config, view in full):
             yield Entry("checkpoint", end, end, partial(checkpoint, end, end, False))
     start = stop // BLOCK * BLOCK
     has_rest = start < stop or has_parts or needs_end
-    if has_rest and all(rows.has_last(layer.store, stop) for layer in layers):
+    if has_rest and all(rows.has_last(config, view, stop) for _, config, view, _ in there):
         yield Entry("checkpoint", start, stop, partial(checkpoint, start, stop, True))
 
 

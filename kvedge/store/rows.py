@@ -18,7 +18,7 @@ from kvedge.core import memory
 from kvedge.core.config import LayerConfig
 from kvedge.core.key_map import NO_MAP, KeyMap
 from kvedge.core.kivi import RUN
-from kvedge.core.memory import Slabs
+from kvedge.core.memory import LayerView, Slabs
 from kvedge.core.storage import KEY_VECTORS
 from kvedge.files.header import corrupt
 from kvedge.files.tensors import check_array, check_numbers
@@ -69,10 +69,9 @@ def _named(prefix: str, slabs: Slabs) -> dict[str, np.ndarray]:
     return {f"{prefix}{name}": array for name, array in named if array.size}
 
 
-def _rows(store: LayerStore, start: int, stop: int) -> Slabs:
+def _rows(config: LayerConfig, view: LayerView, start: int, stop: int) -> Slabs:
     """Rows of tokens, or whole runs of them."""
-    view, config = store.snapshot(), store.config
-    if config.in_runs:
+    if view.parts is not None and view.parts.runs is not None:
         at = view.parts.runs_at
         return memory.rows_of(view.parts.runs, config.run, start - at, stop // RUN * RUN - at)
     rows = slice(start - view.num_dropped, stop - view.num_dropped)
@@ -84,9 +83,10 @@ def _maps(key_map: KeyMap) -> dict[str, np.ndarray]:
     return {name: vector for name, vector in pairs if vector is not None}
 
 
-def block(store: LayerStore, start: int, stop: int) -> dict[str, np.ndarray]:
+def block(config: LayerConfig, view: LayerView, start: int, stop: int) -> dict[str, np.ndarray]:
     """The arrays of a range of tokens, which begins and ends at a run's end."""
-    return _named("", _rows(store, start, stop)) | (_maps(store.key_map) if not start else {})
+    rows = _named("", _rows(config, view, start, stop))
+    return rows if start else rows | _maps(view.key_map)
 
 
 def _first_of_last(config: LayerConfig, stop: int, *, draft: bool) -> int:
@@ -94,9 +94,8 @@ def _first_of_last(config: LayerConfig, stop: int, *, draft: bool) -> int:
     return max(0, stop - (kept if draft else max(kept - DRAFT, 0)))
 
 
-def has_last(store: LayerStore, stop: int, *, draft: bool = False) -> bool:
+def has_last(config: LayerConfig, view: LayerView, stop: int, *, draft: bool = False) -> bool:
     """Whether a layer still has the last tokens before a position as it read them there."""
-    view, config = store.snapshot(), store.config
     parts = view.parts
     if parts is None:
         return True
@@ -106,17 +105,16 @@ def has_last(store: LayerStore, stop: int, *, draft: bool = False) -> bool:
 
 
 def checkpoint(
-    store: LayerStore, start: int, stop: int, *, draft: bool = False
+    config: LayerConfig, view: LayerView, start: int, stop: int, *, draft: bool = False
 ) -> dict[str, np.ndarray]:
     """The arrays of tokens from a block's end on, and what going on from `stop` needs besides.
 
     With `draft`, :data:`kvedge.layer.parts.DRAFT` more of the last tokens, so that rejected drafts
     leave no trace. :func:`has_last` has to be true.
     """
-    view, config = store.snapshot(), store.config
     start = max(start, view.num_dropped)
-    arrays = _named("", _rows(store, start // RUN * RUN if config.in_runs else start, stop))
-    arrays |= _maps(store.key_map)
+    arrays = _named("", _rows(config, view, start // RUN * RUN if config.in_runs else start, stop))
+    arrays |= _maps(view.key_map)
     arrays["at"] = np.array([view.num_dropped, start, stop], np.int64)
     parts = view.parts
     if parts is not None:

@@ -29,12 +29,16 @@ def tokens(n, seed=0):
     return np.random.default_rng(seed).standard_normal((2, n, HEADS, DIM), dtype=np.float32)
 
 
+def seen_of(layer):
+    return store_of(layer).config, store_of(layer).snapshot()
+
+
 def files_of(layer, stop, *, draft):
     """The arrays of blocks and of a checkpoint at a position."""
-    store, at = store_of(layer), stop // BLOCK * BLOCK
-    blocks = [rows.block(store, end - BLOCK, end) for end in range(BLOCK, at + 1, BLOCK)]
-    assert rows.has_last(store, stop, draft=draft)
-    return [*blocks, rows.checkpoint(store, at, stop, draft=draft)]
+    seen, at = seen_of(layer), stop // BLOCK * BLOCK
+    blocks = [rows.block(*seen, end - BLOCK, end) for end in range(BLOCK, at + 1, BLOCK)]
+    assert rows.has_last(*seen, stop, draft=draft)
+    return [*blocks, rows.checkpoint(*seen, at, stop, draft=draft)]
 
 
 def assert_alike(layer, other, seed=0):
@@ -67,8 +71,8 @@ def test_a_layer_that_has_dropped_tokens_is_all_in_its_checkpoint(options):
     layer.extend(*tokens(500))
     layer.drop_first(333)
     layer.extend(*tokens(50, 7))
-    assert rows.has_last(store_of(layer), 550, draft=True)
-    file = rows.checkpoint(store_of(layer), 0, 550, draft=True)
+    assert rows.has_last(*seen_of(layer), 550, draft=True)
+    file = rows.checkpoint(*seen_of(layer), 0, 550, draft=True)
     rows.fill(store_of(other), 0, [file], 550)
     assert other.num_dropped == 333
     assert_alike(layer, other)
@@ -79,7 +83,7 @@ def test_tokens_within_a_block_are_those_of_plain_rows():
     layer, alone, other = (empty({"dtype": "int8"}) for _ in range(3))
     layer.extend(keys, values)
     alone.extend(keys[:300], values[:300])
-    blocks = [rows.block(store_of(layer), start, start + BLOCK) for start in (0, BLOCK)]
+    blocks = [rows.block(*seen_of(layer), start, start + BLOCK) for start in (0, BLOCK)]
     rows.fill(store_of(other), 0, blocks, 300)
     assert_alike(alone, other)
 
