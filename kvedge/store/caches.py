@@ -47,14 +47,16 @@ class Stored(NamedTuple):
 
     number: int
     store: LayerStore
-    is_full: bool  # it holds all tokens; else it is all in checkpoints
+    window: int | None  # None: it holds all tokens; else it is all in checkpoints
+    unread: int = 0  # first tokens of a window that it drops before it goes on
 
 
 def entries(
     layers: Sequence[Stored],
     stop: int,
     *,
-    needs_end: bool,
+    has_states: bool = False,
+    every: int = BLOCK,
     first: Mapping[str, np.ndarray] | None = None,
     of_tokens: Callable[[int, int], Mapping[str, np.ndarray]] | None = None,
     more: Callable[[], Mapping[str, np.ndarray]] = dict,
@@ -66,8 +68,10 @@ def entries(
     layers : sequence of Stored
     stop : int
         Their position.
-    needs_end : bool
-        Windows or states are among what is stored: there are checkpoints at `stop` alone.
+    has_states : bool
+        States are among what is stored: there is a checkpoint at `stop` alone.
+    every : int
+        Tokens between checkpoints before `stop`, a multiple of BLOCK.
     first : arrays, optional
         What the first file and each checkpoint have besides.
     of_tokens : callable, optional
@@ -75,9 +79,12 @@ def entries(
     more : callable
         Gives arrays that the checkpoint at `stop` has besides.
     """
-    there = [(n, store.config, store.snapshot(), is_full) for n, store, is_full in layers]
-    full = [(n, config, view) for n, config, view, is_full in there if is_full]
-    has_parts = any(config.recent_dtype for _, config, _ in full)
+    there = [(layer, layer.store.config, layer.store.snapshot()) for layer in layers]
+    full = [(of.number, config, view) for of, config, view in there if of.window is None]
+    needs_checkpoints = any(config.recent_dtype for _, config, _ in full) or len(full) < len(there)
+
+    def is_whole(end: int) -> bool:
+        return all(rows.has_last(config, view, end, window=of.window) for of, config, view in there)
 
     def block(end: int) -> dict[str, np.ndarray]:
         start = end - BLOCK
@@ -91,19 +98,22 @@ def entries(
     def checkpoint(start: int, end: int, draft: bool) -> dict[str, np.ndarray]:
         arrays = dict(first or {}) | dict(more() if draft else {})
         arrays |= of_tokens(start, end) if of_tokens else {}
-        for number, config, view, is_full in there:
-            own = rows.checkpoint(config, view, start if is_full else 0, end, draft=draft)
-            arrays |= {f"{number}.{name}": array for name, array in own.items()}
+        for of, config, view in there:
+            if of.window is None:
+                own = rows.checkpoint(config, view, start, end, draft=draft)
+            else:
+                gone = view.num_dropped + of.unread if end == stop else end - of.window
+                own = rows.checkpoint(config, view, 0, end, first=gone, draft=draft)
+            arrays |= {f"{of.number}.{name}": array for name, array in own.items()}
         return arrays
 
     for end in range(BLOCK, stop + 1, BLOCK):
         yield Entry("block", end - BLOCK, end, partial(block, end))
-        is_between = has_parts and not needs_end and end < stop
-        if is_between and all(rows.has_last(config, view, end) for _, config, view in full):
+        is_between = needs_checkpoints and not has_states and end < stop and end % every == 0
+        if is_between and is_whole(end):
             yield Entry("checkpoint", end, end, partial(checkpoint, end, end, False))
     start = stop // BLOCK * BLOCK
-    has_rest = start < stop or has_parts or needs_end
-    if has_rest and all(rows.has_last(config, view, stop) for _, config, view, _ in there):
+    if (start < stop or needs_checkpoints or has_states) and is_whole(stop):
         yield Entry("checkpoint", start, stop, partial(checkpoint, start, stop, True))
 
 
@@ -141,9 +151,7 @@ def _layers(cache: object, token_ids: object, call: str) -> tuple[CacheState, li
                 f"{call} takes indexes whose ratio divides the {BLOCK} tokens of a block, and that "
                 f"of layer {number} is {index.ratio}"
             )
-    return state, [
-        Stored(number, store, store.config.window is None) for number, store in state.numbered()
-    ]
+    return state, [Stored(number, store, store.config.window) for number, store in state.numbered()]
 
 
 def _identity(state: CacheState, model: object, namespace: object) -> str:
@@ -199,7 +207,6 @@ def save(store: _Store, cache: object, token_ids: object, model: str, namespace:
     found = entries(
         layers,
         len(ids),
-        needs_end=not all(layer.is_full for layer in layers),
         of_tokens=index_keys,
         more=raw_keys,
     )
@@ -227,9 +234,9 @@ def load(
     ids = np.asarray(token_ids)
     most = len(ids) if state.max_seq_len is None else min(len(ids), state.max_seq_len)
     known = store.find(_identity(state, model, namespace), ids[:most])
-    is_plain = all(layer.is_full and not layer.store.config.recent_dtype for layer in layers)
+    is_plain = all(layer.window is None and not layer.store.config.recent_dtype for layer in layers)
     ends = positions(known, is_plain=is_plain)
-    if not needs_last and all(layer.is_full for layer in layers):
+    if not needs_last and all(layer.window is None for layer in layers):
         ends |= {node.stop for node in known.blocks}
     whole = {node.stop for node in known.checkpoints}
     step = max((index.ratio for index in state.indexes.values()), default=1)

@@ -94,8 +94,17 @@ def _first_of_last(config: LayerConfig, stop: int, *, draft: bool) -> int:
     return max(0, stop - (kept if draft else max(kept - DRAFT, 0)))
 
 
-def has_last(config: LayerConfig, view: LayerView, stop: int, *, draft: bool = False) -> bool:
-    """Whether a layer still has the last tokens before a position as it read them there."""
+def has_last(
+    config: LayerConfig,
+    view: LayerView,
+    stop: int,
+    *,
+    window: int | None = None,
+    draft: bool = False,
+) -> bool:
+    """Whether a layer still has what it read at a position, and what it would read from there."""
+    if window is not None and view.num_dropped > max(0, stop - window + 1):
+        return False
     parts = view.parts
     if parts is None:
         return True
@@ -105,20 +114,27 @@ def has_last(config: LayerConfig, view: LayerView, stop: int, *, draft: bool = F
 
 
 def checkpoint(
-    config: LayerConfig, view: LayerView, start: int, stop: int, *, draft: bool = False
+    config: LayerConfig,
+    view: LayerView,
+    start: int,
+    stop: int,
+    *,
+    first: int = 0,
+    draft: bool = False,
 ) -> dict[str, np.ndarray]:
     """The arrays of tokens from a block's end on, and what going on from `stop` needs besides.
 
-    With `draft`, :data:`kvedge.layer.parts.DRAFT` more of the last tokens, so that rejected drafts
-    leave no trace. :func:`has_last` has to be true.
+    The layer that holds them again has dropped those before `first`. With `draft`,
+    :data:`kvedge.layer.parts.DRAFT` more of the last tokens, so that rejected drafts leave no
+    trace. :func:`has_last` has to be true.
     """
-    start = max(start, view.num_dropped)
+    begin = max(view.num_dropped, first)
+    start = max(start, begin)
     arrays = _named("", _rows(config, view, start // RUN * RUN if config.in_runs else start, stop))
     arrays |= _maps(view.key_map)
-    arrays["at"] = np.array([view.num_dropped, start, stop], np.int64)
+    arrays["at"] = np.array([begin, start, stop], np.int64)
     parts = view.parts
     if parts is not None:
-        begin = view.num_dropped
         low, high = begin - parts.first_at, min(config.sinks, stop) - parts.first_at
         of_first = slice(low, high) if 0 <= low < high else slice(0)
         begin = begin // RUN * RUN if config.in_runs else begin  # runs need those before it

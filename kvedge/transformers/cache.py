@@ -185,8 +185,11 @@ class KvedgeCache(Cache):
         self._checkpoints = Checkpoints(checkpoints, checkpoint_bytes, checkpoint_every)
         self._drafts = Drafts()
         self._is_cropped = True  # since the last step: what layers have recorded is no draft
-        self._needs_checkpoints = self._share is None and any(
-            states.has_state(layer) or isinstance(layer, KvedgeSlidingLayer) for layer in layers
+        self._windows = [layer for layer in layers if isinstance(layer, KvedgeSlidingLayer)]
+        for window in self._windows if store is not None else ():
+            window.drops_at_once = False  # a store has checkpoints within a step
+        self._needs_checkpoints = self._share is None and bool(
+            self._windows or any(map(states.has_state, layers))
         )
 
     # ---- checkpoints -----------------------------------------------------------------------------
@@ -211,10 +214,12 @@ class KvedgeCache(Cache):
         self._is_cropped = False
         if not may_go:
             self._evict(tokens)
-        if self._needs_checkpoints and self._checkpoints.is_due(length, tokens) and not may_go:
-            self._checkpoints.add(take(self.layers, length))
         if self._prefixes is not None and not may_go:
             self._prefixes.step(self, length)
+            for window in self._windows:
+                window.drop_unread()
+        if self._needs_checkpoints and self._checkpoints.is_due(length, tokens) and not may_go:
+            self._checkpoints.add(take(self.layers, length))
 
     def evict(self) -> bool:
         """Keep within the budget of `eviction` now, as at the end of a prompt.

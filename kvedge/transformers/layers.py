@@ -597,6 +597,7 @@ class KvedgeSlidingLayer(KvedgeLayer):
         self.sliding_window = int(sliding_window)
         self.cumulative_length = 0  # tokens seen
         self.record_past = False  # as transformers means it: drop nothing but in crop()
+        self.drops_at_once = not options.shares_rows  # else a later layer reads them as well
         self._sliding_window_tensor = torch.tensor(self.sliding_window, dtype=torch.long)
 
     def activate_past_recording(self) -> None:
@@ -624,11 +625,16 @@ class KvedgeSlidingLayer(KvedgeLayer):
     def _make_room(self, tokens: int) -> None:
         self.drop_unread()
 
+    @property
+    def unread(self) -> int:
+        """First columns to be dropped: those before the window, once they are as many as it."""
+        is_kept = self.record_past or not self.rows
+        extra = self.padded_length - self.sliding_window
+        return 0 if is_kept or extra < self.sliding_window else extra
+
     def drop_unread(self) -> None:
-        """Drop tokens before the window, once there are as many as it holds."""
-        if self.record_past or not self.rows:
-            return
-        if self.padded_length >= 2 * self.sliding_window:
+        """Drop what is :attr:`unread`."""
+        if self.unread:
             self._restrict()
 
     def _restrict(self) -> None:
@@ -648,7 +654,7 @@ class KvedgeSlidingLayer(KvedgeLayer):
     def attend(self, query: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
         """As of a full layer, over the tokens that are still to be read."""
         out = super().attend(query, tokens, **options)
-        if not self._options.shares_rows:  # else a later layer reads them as well
+        if self.drops_at_once:
             self.drop_unread()
         return out
 

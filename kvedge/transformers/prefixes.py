@@ -91,7 +91,7 @@ class Prefixes:
         self._begin(cache, ids, mask, caller.f_locals["self"])
         new = self._end - cache.get_seq_length() if self._ids else 0
         if new > 1 and config.prefill_chunk_size is None:
-            config.prefill_chunk_size = _chunks(cache, new)
+            config.prefill_chunk_size = _chunks(cache, new, is_padded=any(self._gaps))
             cache._checkpoints.wanted = self._end - 1
 
     def _begin(self, cache: Any, ids: torch.Tensor, mask: Any, model: Any) -> None:
@@ -113,10 +113,11 @@ class Prefixes:
             self._ids = []
             return
         self._stored = length
-        if length < self._end - 1 and (length // BLOCK) % self._blocks_between(cache):
+        between = self._blocks_between(cache)
+        if length < self._end - 1 and (length // BLOCK) % between:
             return
         try:
-            self.save(cache, self._ids, self._gaps, length)
+            self.save(cache, self._ids, self._gaps, length, between * BLOCK)
         except (OSError, KvedgeError) as error:
             self._ids = []
             warnings.warn(f"the prompt is not stored: {error}", RuntimeWarning, stacklevel=5)
@@ -152,7 +153,14 @@ class Prefixes:
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def save(self, cache: Any, ids: list[np.ndarray], gaps: list[int], length: int) -> int:
+    def save(
+        self,
+        cache: Any,
+        ids: list[np.ndarray],
+        gaps: list[int],
+        length: int,
+        every: int = BLOCK,
+    ) -> int:
         """Store the first columns of all rows; entries that were new."""
         assert self._identity is not None
         written = 0
@@ -166,7 +174,7 @@ class Prefixes:
                 written += self.store.put(
                     self._identity,
                     row[: length - gap],
-                    _entries(cache, i, gap, length - gap),
+                    _entries(cache, i, gap, length - gap, every),
                     variant=variant,
                 )
         return written
@@ -218,11 +226,17 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple)) and not value
 
 
-def _chunks(cache: Any, new: int) -> Any:
+def _has_states(cache: Any) -> bool:
+    return any(map(states.has_state, cache.layers))
+
+
+def _chunks(cache: Any, new: int, *, is_padded: bool) -> Any:
     """Tokens of the steps that read a prompt: up to ends of blocks, its last one alone."""
     if not cache._needs_checkpoints:
         return new - 1
-    every, start = min(cache._checkpoints.every, BLOCK), cache.get_seq_length()
+    every, start = cache._checkpoints.every, cache.get_seq_length()
+    if _has_states(cache) or is_padded:  # checkpoints of these are at ends of steps alone
+        every = min(every, BLOCK)
     first = min(-start % every, new - 1)
     sizes = [first, *[every] * ((new - 1 - first) // every), (new - 1 - first) % every, 1]
     return [size for size in sizes if size]  # as torch.split takes them
@@ -276,7 +290,7 @@ def _is_plain(cache: Any) -> bool:
 # ---- arrays --------------------------------------------------------------------------------------
 
 
-def _entries(cache: Any, row: int, gap: int, stop: int) -> Iterator[Entry]:
+def _entries(cache: Any, row: int, gap: int, stop: int, every: int) -> Iterator[Entry]:
     """What is to be stored of a row of the batch, behind padding, whose layers are at `stop`."""
     attending = _attending(cache)
     indexed = [(n, x) for n, x in enumerate(cache.layers) if isinstance(x, KvedgeIndexedLayer)]
@@ -297,10 +311,20 @@ def _entries(cache: Any, row: int, gap: int, stop: int) -> Iterator[Entry]:
                 arrays |= {f"{n}.{name}": a for name, a in _states_of(layer, row).items()}
         return arrays
 
-    layers = [Stored(n, store_of(x.rows[row]), _is_full(x)) for n, x in attending]
-    needs_end = cache._needs_checkpoints
+    layers = []
+    for n, layer in attending:
+        window, unread = None, 0
+        if isinstance(layer, KvedgeSlidingLayer):
+            window, unread = layer.sliding_window, max(layer.unread - layer.padding[row], 0)
+        layers.append(Stored(n, store_of(layer.rows[row]), window, unread))
     return entries(
-        layers, stop, needs_end=needs_end, first=_shapes(attending), of_tokens=of_tokens, more=more
+        layers,
+        stop,
+        has_states=_has_states(cache),
+        every=every,
+        first=_shapes(attending),
+        of_tokens=of_tokens,
+        more=more,
     )
 
 

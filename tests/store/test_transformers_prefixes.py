@@ -99,6 +99,18 @@ def test_a_prompt_that_begins_alike_goes_on_from_the_last_place(tmp_path, name, 
             assert torch.equal(*logits) or name == "llama"  # which was read in other steps
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_window_has_checkpoints_within_the_steps_of_a_prompt(tmp_path, options):
+    model, store = model_of("gemma2"), PrefixStore(tmp_path)
+    ids, other = prompt(1, 900)["input_ids"], prompt(1, 60, seed=1)["input_ids"]
+    answer(model, store, ids, **options)
+    both = torch.cat([ids[:, :800], other], 1)
+    warm, second = answer(model, store, both, **options)
+    cold, first = answer(model, PrefixStore(tmp_path / "empty"), both, **options)
+    assert (cold.reused, warm.reused) == (0, 768)
+    assert torch.equal(first.sequences, second.sequences)
+
+
 @pytest.mark.parametrize("options", OPTIONS[1:4], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_with_padding_are_sequences_of_their_own(tmp_path, name, options):
