@@ -126,12 +126,7 @@ class Prefixes:
         """Blocks from one checkpoint of a prompt to the next: all take a quarter of the budget."""
         if self.store.max_bytes is None or not cache._needs_checkpoints:
             return 1
-        nbytes = 0  # of windows and states
-        for layer in cache.layers:
-            if states.has_state(layer) or isinstance(layer, KvedgeSlidingLayer):
-                full = () if isinstance(layer, KvedgeSlidingLayer) else getattr(layer, "rows", ())
-                nbytes += layer.memory_bytes - sum(row.memory_bytes for row in full)
-        nbytes *= self._end // BLOCK
+        nbytes = _checkpoint_bytes(cache) * (self._end // BLOCK)
         between = 1
         while nbytes // between > self.store.max_bytes // 4:
             between *= 2
@@ -165,11 +160,11 @@ class Prefixes:
         assert self._identity is not None
         written = 0
         for i, (row, gap) in enumerate(zip(ids, gaps, strict=True)):
-            full = [(n, layer) for n, layer in _attending(cache) if _is_full(layer)]
-            is_other = any(layer.padding[i] != gap for _, layer in full)
-            if length <= gap or is_other or not _is_its_own(cache, gap):
+            stores = [store_of(layer.rows[i]) for _, layer in _attending(cache)]
+            holds_padding = any(store.end() != length - gap for store in stores)
+            if length <= gap or holds_padding or not _is_its_own(cache, gap):
                 continue
-            variant = stored_rows.variant_of(store_of(x.rows[i]) for _, x in _attending(cache))
+            variant = stored_rows.variant_of(stores)
             if variant is not None:
                 written += self.store.put(
                     self._identity,
@@ -255,10 +250,6 @@ def _gaps(ids: torch.Tensor, mask: Any) -> list[int] | None:
     return gaps
 
 
-def _is_full(layer: Any) -> bool:
-    return not isinstance(layer, KvedgeSlidingLayer)
-
-
 def _kind(layer: Any) -> list[Any]:
     return [type(layer).__name__, getattr(layer, "sliding_window", None)]
 
@@ -326,6 +317,19 @@ def _entries(cache: Any, row: int, gap: int, stop: int, every: int) -> Iterator[
         of_tokens=of_tokens,
         more=more,
     )
+
+
+def _checkpoint_bytes(cache: Any) -> int:
+    """Bytes of a checkpoint of all rows, at the end of a block."""
+    nbytes = sum(states.copy_states(x).num_bytes for x in cache.layers if states.has_state(x))
+    for _, layer in _attending(cache):
+        for store in map(store_of, layer.rows):
+            end, start, first = store.end(), store.end(), 0
+            if isinstance(layer, KvedgeSlidingLayer):
+                start, first = 0, end - layer.sliding_window
+            own = stored_rows.checkpoint(store.config, store.snapshot(), start, end, first=first)
+            nbytes += sum(array.nbytes for array in own.values())
+    return nbytes
 
 
 def _shapes(attending: list[tuple[int, KvedgeLayer]]) -> dict[str, np.ndarray]:

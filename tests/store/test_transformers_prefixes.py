@@ -8,7 +8,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from tiny_indexed import INDEXED, indexed_model
-from tiny_models import KvedgeCache, prompt, torch, transformers
+from tiny_models import KvedgeCache, prompt, tiny_model, torch, transformers
 from tiny_structures import model_of
 
 from kvedge import PrefixStore
@@ -127,16 +127,27 @@ def test_rows_with_padding_are_sequences_of_their_own(tmp_path, name, options):
     assert alone.reused == 282  # as a batch of its own
 
 
-def test_checkpoints_of_a_prompt_keep_to_a_quarter_of_the_budget(tmp_path):
-    model, ids = model_of("FalconH1"), prompt(1, 2100)["input_ids"]
+def test_rows_that_hold_padding_are_not_stored_as_if_they_did_not(tmp_path):
+    model, ids = (
+        tiny_model("mistral", "sdpa"),
+        prompt(1, 400, padding=100).values(),
+    )  # windows alone
+    first, second = (answer(model, PrefixStore(tmp_path), *ids) for _ in range(2))
+    assert second[0].reused == 0
+    assert all(map(torch.equal, first[1].logits, second[1].logits))
+
+
+@pytest.mark.parametrize(("name", "max_bytes"), [("FalconH1", 1_200_000), ("Qwen3_5Text", 600_000)])
+def test_checkpoints_of_a_prompt_keep_to_a_quarter_of_the_budget(tmp_path, name, max_bytes):
+    model, ids = model_of(name), prompt(1, 2100)["input_ids"]
     ends = {}
-    for name, max_bytes in (("all", None), ("few", 5 << 18)):
-        store = PrefixStore(tmp_path / name, max_bytes=max_bytes)
+    for folder, budget in (("all", None), ("few", max_bytes)):
+        store = PrefixStore(tmp_path / folder, max_bytes=budget)
         assert answer(model, store, ids)[0].reused == 0
-        ends[name] = sorted(node.stop for node in store.nodes() if node.kind == "checkpoint")
+        ends[folder] = sorted(node.stop for node in store.nodes() if node.kind == "checkpoint")
         assert answer(model, store, ids)[0].reused == 2099
     assert ends["all"] == [*range(256, 2049, 256), 2099]
-    assert ends["few"][-1] == 2099 and 1 < len(ends["few"]) < 7
+    assert ends["few"] == [*range(512, 2049, 512), 2099]
 
 
 @pytest.mark.parametrize("name", INDEXED)
