@@ -42,10 +42,14 @@ class StoredPrompts:
 
     def load(self, cache: KVCache | LlamaCppCache, tokens: Sequence[int]) -> int:
         """Let an empty cache hold what is known of tokens but the last; how many those are."""
-        with self._output.status("looking for the prompt"):
-            if isinstance(cache, LlamaCppCache):
-                return cache.load_prompt(self._store, tokens[:-1], **self._of)
-            return self._store.load(cache, tokens[:-1], **self._of)
+        try:
+            with self._output.status("looking for the prompt"):
+                if isinstance(cache, LlamaCppCache):
+                    return cache.load_prompt(self._store, tokens[:-1], **self._of)
+                return self._store.load(cache, tokens[:-1], **self._of)
+        except OSError as error:
+            self._output.note(f"note: the prompt is not looked up: {error}")
+            return 0
 
     def save(self, cache: KVCache | LlamaCppCache, tokens: Sequence[int]) -> None:
         """Store what a cache holds of tokens; a disk that is full costs the text nothing."""

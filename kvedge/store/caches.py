@@ -233,15 +233,19 @@ def load(
         raise InvalidArgumentError(f"load() is for an empty cache, and it holds {state.length}")
     ids = np.asarray(token_ids)
     most = len(ids) if state.max_seq_len is None else min(len(ids), state.max_seq_len)
-    known = store.find(_identity(state, model, namespace), ids[:most])
+    identity = _identity(state, model, namespace)
     is_plain = all(layer.window is None and not layer.store.config.recent_dtype for layer in layers)
-    ends = positions(known, is_plain=is_plain)
-    if not needs_last and all(layer.window is None for layer in layers):
-        ends |= {node.stop for node in known.blocks}
-    whole = {node.stop for node in known.checkpoints}
     step = max((index.ratio for index in state.indexes.values()), default=1)
-    ends = {end for end in ends if end > least and (end % step == 0 or end in whole)}
-    for stop in sorted(ends, reverse=True):
+    while True:  # once, and again for each file that is lost
+        known = store.find(identity, ids[:most])
+        ends = positions(known, is_plain=is_plain)
+        if not needs_last and all(layer.window is None for layer in layers):
+            ends |= {node.stop for node in known.blocks}
+        whole = {node.stop for node in known.checkpoints}
+        ends = {end for end in ends if end > least and (end % step == 0 or end in whole)}
+        if not ends:
+            return 0
+        stop = max(ends)
         path = path_to(known, stop)
         files = store.read(path)
         if files is None:
@@ -264,7 +268,6 @@ def load(
             hold(index, arrays)
         store.touch(path)
         return stop
-    return 0
 
 
 def _index_arrays(

@@ -286,7 +286,8 @@ class Index:
         """Nodes by a condition in SQL."""
         rows = db.execute(f"SELECT {_COLUMNS} FROM node WHERE {where}", values)
         found = [Node(*row) for row in rows]
-        return [node for node in found if tuple(map(type, node)) == _TYPES]  # else damaged
+        # All others are damaged.
+        return [n for n in found if tuple(map(type, n)) == _TYPES and len(n.ids) % 4 == 0]
 
     def forget(self, node: Node) -> None:
         """Drop a node and all behind it, and their files."""

@@ -148,6 +148,11 @@ class PrefixStore:
         """The arrays of nodes that :meth:`find` gave, each behind the one before it, mapped.
 
         None: one of them was removed meanwhile, or is damaged; it is known no longer.
+
+        Raises
+        ------
+        OSError
+            A file cannot be read, or no more files can be open: nothing is removed.
         """
         with ThreadPoolExecutor(_THREADS) as pool:  # digests take longest
             parents = ["", *(node.name for node in nodes[:-1])]
@@ -166,7 +171,7 @@ class PrefixStore:
             status = os.stat(path)
             key = (node.name, status.st_ino, status.st_mtime_ns, status.st_size)
             arrays = open_mapped(path, node.about(parent), is_known=key in self._checked)
-        except (OSError, CorruptFileError):
+        except (FileNotFoundError, CorruptFileError):
             return None
         self._checked.add(key)
         return arrays
@@ -327,6 +332,8 @@ class PrefixStore:
         ------
         InvalidArgumentError
             The cache is not empty, or has states, or such an index.
+        OSError
+            A file cannot be read, or no more files can be open.
         """
         return caches.load(self, cache, token_ids, model, namespace)
 
@@ -356,6 +363,11 @@ class PrefixStore:
         -------
         list of str
             The names of those files.
+
+        Raises
+        ------
+        OSError
+            A file cannot be read: it is not removed.
         """
         self._checked.clear()
         self._index.mend()
@@ -368,7 +380,7 @@ class PrefixStore:
                 open_mapped(self._index.path(node.name), about, is_known=False)
             except FileNotFoundError:
                 continue
-            except (OSError, CorruptFileError):
+            except CorruptFileError:
                 damaged.append(node.name)
                 self._index.forget(node)
         return damaged

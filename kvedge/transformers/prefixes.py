@@ -176,23 +176,31 @@ class Prefixes:
 
     def load(self, cache: Any, ids: list[np.ndarray], gaps: list[int], most: int) -> int:
         """Let an empty cache hold what is known of rows, at most so many columns; how many."""
-        assert self._identity is not None
+        if not all(_is_its_own(cache, gap) for gap in gaps):
+            return 0
         try:
+            return self._load(cache, ids, gaps, most)
+        except (OSError, KvedgeError) as error:
+            cache.reset()
+            warnings.warn(f"no prompt is looked up: {error}", RuntimeWarning, stacklevel=6)
+            return 0
+
+    def _load(self, cache: Any, ids: list[np.ndarray], gaps: list[int], most: int) -> int:
+        assert self._identity is not None
+        is_plain = _is_plain(cache)
+        while True:  # once, and again for each file that is lost
             found = [
                 self.store.find(self._identity, row[: most - gap])
                 for row, gap in zip(ids, gaps, strict=True)
             ]
-        except KvedgeError as error:
-            warnings.warn(f"no prompt is looked up: {error}", RuntimeWarning, stacklevel=6)
-            return 0
-        if not all(_is_its_own(cache, gap) for gap in gaps):
-            return 0
-        is_plain = _is_plain(cache)
-        columns = [
-            {gap + p for p in positions(known, is_plain=is_plain)}
-            for known, gap in zip(found, gaps, strict=True)
-        ]
-        for column in sorted(set.intersection(*columns), reverse=True):
+            columns = [
+                {gap + p for p in positions(known, is_plain=is_plain)}
+                for known, gap in zip(found, gaps, strict=True)
+            ]
+            common = set.intersection(*columns)
+            if not common:
+                return 0
+            column = max(common)
             paths = [path_to(k, column - gap) for k, gap in zip(found, gaps, strict=True)]
             files = [self.store.read(path) for path in paths]
             if any(arrays is None for arrays in files):
@@ -206,7 +214,6 @@ class Prefixes:
                 continue
             self.store.touch([node for path in paths for node in path])
             return column
-        return 0
 
 
 # What generate() gives a model that reads text alone.

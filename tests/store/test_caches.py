@@ -1,5 +1,6 @@
 """PrefixStore.save and load: a KVCache, and a sequence of a pool, go on as they were."""
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -243,3 +244,32 @@ def test_a_store_that_fails_below_a_pool_is_not_asked_again(tmp_path, monkeypatc
     assert len(calls) == 1
     with pytest.raises(InvalidArgumentError, match="which model"):
         PagedKvCache(KvBlockPool(4, 32, 1, 1, 8), store=store)
+
+
+def test_files_that_cannot_be_opened_stay(tmp_path, monkeypatch):
+    store, ids = PrefixStore(tmp_path), np.arange(600)
+    store.save(cache_of({"dtype": "int8"}, 600), ids, model="m")
+    other = cache_of({"dtype": "int8"})
+
+    def refused(*args, **options):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        for call in (lambda: store.load(other, ids, model="m"), store.verify):
+            with pytest.raises(OSError, match="Too many"):
+                call()
+    assert len(other) == 0
+    assert store.load(other, ids, model="m") == 600
+
+
+def test_a_damaged_file_is_looked_for_again_once(tmp_path, monkeypatch):
+    store, ids = PrefixStore(tmp_path), np.arange(800)
+    store.save(cache_of({"dtype": "int8"}, 800), ids, model="m")
+    second = next(node for node in store.nodes() if node.start == 256)
+    path = tmp_path / f"{second.name}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    finds, find = [], store.find
+    monkeypatch.setattr(store, "find", lambda *args: finds.append(args) or find(*args))
+    assert store.load(cache_of({"dtype": "int8"}), ids, model="m") == 256
+    assert len(finds) == 2

@@ -208,6 +208,15 @@ def test_a_flipped_byte_of_the_index_leads_to_no_wrong_tokens(tmp_path):
         shutil.rmtree(folder)
 
 
+def test_ids_in_the_index_that_are_no_integers_are_a_miss(tmp_path):
+    store, ids = PrefixStore(tmp_path), np.arange(300)
+    put(store, ids)
+    with store._index.writing() as db:
+        db.execute("UPDATE node SET ids = x'00'")
+    assert reach(store, ids) == 0
+    assert put(store, ids) > 0 and reach(store, ids) == 300
+
+
 def test_a_lost_index_is_made_again_from_the_files(tmp_path):
     put(PrefixStore(tmp_path), text(700))
     for damaged in (b"", b"no index at all" * 99):

@@ -216,3 +216,18 @@ def test_what_a_store_cannot_serve_is_refused(tmp_path):
         KvedgeCache(config, store=str(tmp_path))
     with pytest.raises(InvalidArgumentError, match="needs a cache that was given a store"):
         KvedgeCache(config).store_prefix([[1]])
+
+
+def test_files_that_cannot_be_opened_are_a_warning(tmp_path, monkeypatch):
+    model, ids = model_of("FalconH1"), prompt(1, 300)["input_ids"]
+    store = PrefixStore(tmp_path)
+    answer(model, store, ids)
+
+    def refused(nodes):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "read", refused)
+        with pytest.warns(RuntimeWarning, match="Too many open files"):
+            assert answer(model, store, ids)[0].reused == 0
+    assert answer(model, store, ids)[0].reused == 299
