@@ -221,11 +221,11 @@ class Index:
         return None if found is None else int(found[0])
 
     def drop_orphans(self, db: Any) -> None:
-        """Drop nodes whose parent has gone, and their files."""
+        """Drop nodes whose parent has gone, or is no older than they, and their files."""
         while True:
             orphans = db.execute(
                 "SELECT id, name FROM node WHERE parent != 0 "
-                "AND parent NOT IN (SELECT id FROM node)"
+                "AND (parent >= id OR parent NOT IN (SELECT id FROM node))"
             ).fetchall()
             if not orphans:
                 return

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -223,6 +224,13 @@ def test_a_lost_index_is_made_again_from_the_files(tmp_path):
         (tmp_path / INDEX).write_bytes(damaged)
         assert reach(PrefixStore(tmp_path), text(700)) == 700
     assert PrefixStore(tmp_path).verify() == []
+
+
+def test_rows_that_are_their_own_parents_go(tmp_path):
+    put(PrefixStore(tmp_path), text(700))
+    with contextlib.closing(sqlite3.connect(tmp_path / INDEX)) as db, db:
+        db.execute("UPDATE node SET parent = id WHERE start > 0")
+    assert PrefixStore(tmp_path, max_bytes=1).nbytes == 0
 
 
 def test_a_removed_folder_is_an_empty_store(tmp_path):
