@@ -24,7 +24,7 @@ enum {
   LEAST_KEYS = 1024, /* of a task */
   MOST_KEYS = 8192, /* a task prepares its queries anew; these keys are 1 MB of int8, which stays in L2 for its heads */
   CHUNKS_OF_THREAD = 4,
-  DECODED_KEYS = 1024,     /* together, for all rows, where scores alone are asked for */
+  DECODED_KEYS = 1024,     /* together, for all rows of a call for scores alone */
   SCORES_BYTES = 16 << 20, /* of rows that are scanned together, at most; or one row's */
 };
 

@@ -43,7 +43,9 @@ reason serves_index(const host *h, const tensor *node, int takes_all) {
   if (mask->ne[0] < keys || mask->ne[1] < rows || mask->ne[2] != 1 || streams % mask->ne[3]) return LEFT_SHAPE;
   if (node->ne[0] != keys || node->ne[1] != rows || node->ne[2] != 1 || node->ne[3] != streams) return LEFT_SHAPE;
   if (node->nb[1] < (size_t)keys * 4) return LEFT_SHAPE;
-  return takes_all || keys >= least_cells() ? TAKEN : LEFT_SMALL;
+  if (takes_all) return TAKEN;
+  if (strcmp(kvedge_isa_name(), "scalar") == 0) return LEFT_SCALAR;
+  return keys < least_cells() ? LEFT_SMALL : TAKEN;
 }
 
 /* How a node is cut. */

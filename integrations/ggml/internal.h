@@ -26,6 +26,7 @@ typedef enum {
   TAKEN,        /* attention */
   TAKEN_INDEX,  /* the scan of an index */
   LEFT_SMALL,   /* too few cells to gain */
+  LEFT_SCALAR,  /* a scan of an index, where kvedge has no vectors */
   LEFT_TYPE,    /* keys or values are of a type that kvedge does not read */
   LEFT_SHAPE,   /* strides, broadcasts or widths that it does not know */
   LEFT_BUSY,    /* the backend is computing another graph at the same time */
