@@ -751,7 +751,7 @@ typedef struct {
   ptrdiff_t score_stride;
 } kvedge_index_scores_call;
 
-/* Bytes of the memory of a call, aligned to 64. */
+/* Bytes of the memory of a call, which is aligned to 64; a multiple of 64. */
 size_t kvedge_index_scores_bytes(int head_dim);
 
 /* Writes the scores, on this thread. KVEDGE_ERROR_NONFINITE for a query that is not finite: nothing is written. */

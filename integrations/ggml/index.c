@@ -71,12 +71,11 @@ static const char *at(const tensor *t, int64_t row, int64_t stream) {
   return (const char *)t->data + row * (int64_t)t->nb[1] + stream * (int64_t)t->nb[3];
 }
 
-/* Adds a row's mask to its scores of the keys first..first+num_keys-1, of which [from, stop) were scanned; 0: a score that is
- * seen is not finite. */
-static int add_mask(float *scores, const uint16_t *mask, int64_t num_keys, int64_t from, int64_t stop) {
+/* Adds a row's mask to its scores, those of hidden keys whatever they are; 0: a score that is seen is not finite. */
+static int add_mask(float *scores, const uint16_t *mask, int64_t num_keys) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < num_keys; i++) {
-    if (i < from || i >= stop || mask[i] == HIDDEN) {
+    if (mask[i] == HIDDEN) {
       scores[i] = -INFINITY;
       continue;
     }
@@ -125,7 +124,7 @@ static int run_task(tensor *node, const cut *c, int task, void *memory) {
   int is_finite = 1;
   for (int64_t r = 0; r < num_rows; r++)
     is_finite &= add_mask((float *)((char *)scores + r * (int64_t)node->nb[1]), mask_row(mask, stream, row + r) + first,
-                          num_keys, from, stop);
+                          num_keys);
   return is_finite;
 }
 
@@ -133,7 +132,7 @@ void run_index(tensor *dst, int ith, int nth, void *userdata) {
   node_job *j = userdata;
   hooked_backend *s = j->of;
   const cut c = cut_of(dst, nth);
-  const size_t bytes = (kvedge_index_scores_bytes((int)dst->src[KEYS]->ne[0]) + 63) / 64 * 64;
+  const size_t bytes = kvedge_index_scores_bytes((int)dst->src[KEYS]->ne[0]);
   if (ith == 0) {
     const int is_ready = c.num_tasks && reserve(&s->memory, &s->memory_bytes, bytes * (size_t)nth);
     atomic_store_explicit(&j->is_planned, is_ready ? PLANNED : REFUSED, memory_order_release);
