@@ -732,6 +732,31 @@ int64_t kvedge_index_width(const kvedge_index_call *call);
 /* Writes the lists: tokens of the chosen blocks, and those behind the last whole key, which are always read. */
 kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_index_call *call, int num_threads);
 
+/* The scores alone, for a runtime that has threads and index keys of its own: scores[i][j] =
+ * sum_h weights[i][h] max(0, query[i][h] . keys[j]), of quantized keys as they decode, once for all rows. Strides are bytes,
+ * multiples of the elements' size. */
+typedef struct {
+  kvedge_format format; /* as in kvedge_rows, none of them rotated */
+  int head_dim;         /* 1..1024; of ggml's types a multiple of 32 */
+  const void *keys;     /* (num_keys, head_dim) */
+  ptrdiff_t key_stride; /* those of a key at least */
+  int64_t num_keys;     /* 1 or more */
+  const float *query;   /* (num_rows, num_heads, head_dim) */
+  ptrdiff_t row_stride, head_stride;
+  const float *weights; /* (num_rows, num_heads), the heads side by side */
+  ptrdiff_t weight_stride;
+  int64_t num_rows;
+  int num_heads; /* 1 to 1024 */
+  float *scores; /* (num_rows, num_keys) */
+  ptrdiff_t score_stride;
+} kvedge_index_scores_call;
+
+/* Bytes of the memory of a call, which is aligned to 64; a multiple of 64. */
+size_t kvedge_index_scores_bytes(int head_dim);
+
+/* Writes the scores, on this thread. KVEDGE_ERROR_NONFINITE for a query that is not finite: nothing is written. */
+kvedge_status kvedge_index_scores(const kvedge_index_scores_call *call, void *memory);
+
 /* ---- Threads ------------------------------------------------------------------------------ */
 
 /* How many threads kvedge_attend uses by default, 1 to 1024; at first 1. Threads are started when

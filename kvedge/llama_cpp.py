@@ -49,10 +49,13 @@ class Report:
         Why it is not enabled, else empty.
     taken : int
         Attention nodes that kvedge has computed so far: one per layer and graph.
+    scans : int
+        Nodes that score the keys of an index (``LIGHTNING_INDEXER``) that kvedge has computed so
+        far: one per graph and layer that has an indexer.
     left : mapping of str to int
-        Attention nodes that ggml has computed although kvedge was enabled, by the reason. Graphs
-        without such nodes, since flash attention is off, and graphs of contexts that were made
-        before :func:`enable` are counted as graphs; their reasons say what helps.
+        Nodes of both kinds that ggml has computed although kvedge was enabled, by the reason.
+        Graphs without attention nodes, since flash attention is off, and graphs of contexts that
+        were made before :func:`enable` are counted as graphs; their reasons say what helps.
     exact : mapping of str to int
         Rows of a quantized cache that are kept in float16 besides (``enable(recent=, sinks=)``):
         ``read``, how many attention nodes have read so far, ``changed``, how many no longer matched
@@ -65,6 +68,7 @@ class Report:
     version: str = ""
     reason: str = ""
     taken: int = 0
+    scans: int = 0
     left: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     exact: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -76,10 +80,11 @@ class Report:
             "bfloat16, q8_0 to q4_0 and iq4_nl where they lie, of float32 as llama.cpp converts "
             "them to float16"
         )
-        if not self.taken and not self.left:
+        if not self.taken and not self.scans and not self.left:
             return told
         left = "".join(f", {count} left ({reason})" for reason, count in self.left.items())
-        told = f"{told}; {self.taken} attention nodes so far{left}"
+        scans = f", {self.scans} scans of an index" if self.scans else ""
+        told = f"{told}; {self.taken} attention nodes{scans} so far{left}"
         if self.exact.get("without"):
             told += f"; {self.exact['without']} nodes of quantized caches without exact rows"
         if not self.exact.get("read"):
@@ -205,17 +210,18 @@ def report() -> Report:
     Report
         The counts are those of the whole process.
     """
-    taken, left, exact = 0, {}, {}
+    taken, scans, left, exact = 0, 0, {}, {}
     if _state["library"] is not None:
         counts = list(_counts(_state["library"].kvedge_ggml_count))
-        taken = counts[0][1]
-        left = {name: count for name, count in counts[1:] if count}
+        taken, scans = counts[0][1], counts[1][1]
+        left = {name: count for name, count in counts[2:] if count}
         exact = dict(_counts(_state["library"].kvedge_ggml_exact))
     return Report(
         enabled=bool(_state["version"]),
         version=_state["version"],
         reason=_state["reason"],
         taken=taken,
+        scans=scans,
         left=MappingProxyType(left),
         exact=MappingProxyType(exact),
     )

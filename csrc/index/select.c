@@ -2,7 +2,8 @@
  *
  * Scores are the products of attention's cells for the keys' format, 32 queries at a time, a tile of 256 keys after the
  * other; of a row's heads max(0, product) is added up. Rows whose scores fit in SCORES_BYTES are scanned together: first all
- * of their scores, cut by rows and by keys for threads, then a list for each row. */
+ * of their scores, cut by rows and by keys for threads, then a list for each row. A runtime that has threads of its own, and
+ * chooses itself, takes the scores alone. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +24,7 @@ enum {
   LEAST_KEYS = 1024, /* of a task */
   MOST_KEYS = 8192, /* a task prepares its queries anew; these keys are 1 MB of int8, which stays in L2 for its heads */
   CHUNKS_OF_THREAD = 4,
+  DECODED_KEYS = 1024,     /* together, for all rows of a call for scores alone */
   SCORES_BYTES = 16 << 20, /* of rows that are scanned together, at most; or one row's */
 };
 
@@ -44,18 +46,35 @@ typedef struct {
   const kvedge_index_keys *keys;
   const kvedge_index_call *call;
   const kvedge_kernels *kernels;
-  const kvedge_cell *cell; /* of the format, or of float32 where the path has none: rows are decoded, block by block */
+  const kvedge_format_info *format;    /* of the keys */
+  const kvedge_cell *cell;             /* of the format, or of float32 if decodes */
+  int decodes;                         /* the path has no cell for the format: rows are decoded, block by block */
+  ptrdiff_t key_bytes;                 /* from a key to the next one */
+  ptrdiff_t query_bytes, weight_bytes; /* from a row to the next one */
+  ptrdiff_t head_bytes;                /* of queries */
   int64_t first_row, num_rows;
   int64_t num_keys; /* that the last of them sees */
   int lists;        /* of a row: 1, or one for each head */
   int rows_of_task;
   int64_t chunk_keys, num_chunks;
-  float *scores;       /* (num_rows, lists, num_keys) */
+  float *scores; /* (num_rows, lists, score_stride) */
+  int64_t score_stride;
   size_t thread_bytes; /* of a thread's memory */
   scan_memory *memory; /* (threads) */
 } scan;
 
-static int is_decoding(const scan *s) { return s->cell != &s->kernels->cells[s->keys->format]; }
+static int has_cell(const kvedge_kernels *kernels, kvedge_format format) {
+  return (unsigned)format < KVEDGE_NUM_FORMATS && kernels->cells[format].scores;
+}
+
+/* What scans of a call have in common. */
+static scan new_scan(const kvedge_index_keys *keys, const kvedge_index_call *call) {
+  scan s = {.keys = keys, .call = call, .format = kvedge_format_of(keys->format), .kernels = kvedge_active()};
+  s.decodes = !has_cell(s.kernels, keys->format);
+  s.cell = &s.kernels->cells[s.decodes ? KVEDGE_FLOAT32 : keys->format];
+  s.rows_of_task = call->num_heads < KVEDGE_QUERY_ROWS ? KVEDGE_QUERY_ROWS / call->num_heads : 1;
+  return s;
+}
 
 static int64_t keys_seen(const kvedge_index_call *call, int64_t row) {
   return (call->first_position + row + 1) / call->ratio;
@@ -72,7 +91,7 @@ static int64_t blocks_seen(const kvedge_index_call *call, int64_t row) {
 /* Query `head` of a row as the cell multiplies it: over a power of two, which `factor` has. */
 static void prepare_query(const scan *s, int64_t row, int head, int at, scan_memory *m) {
   const int dim = s->keys->head_dim, pad = kvedge_padded_channels(dim);
-  const float *x = s->call->query + (row * s->call->num_heads + head) * dim;
+  const float *x = (const float *)((const char *)s->call->query + row * s->query_bytes + head * s->head_bytes);
   float rotated[KVEDGE_MAX_HEAD_DIM];
   if (s->keys->format == KVEDGE_INT8) {
     kvedge_rotate_channels(x, kvedge_rotated_together(dim), 0, dim, rotated);
@@ -92,7 +111,8 @@ static void prepare_query(const scan *s, int64_t row, int head, int at, scan_mem
 }
 
 /* The keys first..first+num_keys-1, side by side; and `scales`, if there are any, in m->scales. */
-static const char *rows_of(const scan *s, int64_t first, int num_keys, ptrdiff_t row_bytes, scan_memory *m) {
+static const char *rows_of(const scan *s, int64_t first, int num_keys, scan_memory *m) {
+  const ptrdiff_t row_bytes = s->key_bytes;
   const kvedge_index_keys *keys = s->keys;
   const char *rows = keys->keys;
   for (int i = 0, n; i < num_keys; i += n) { /* as many as lie together */
@@ -112,18 +132,16 @@ static const char *rows_of(const scan *s, int64_t first, int num_keys, ptrdiff_t
 /* Products of the first `count` prepared queries with keys first..first+num_keys-1, at most a tile. */
 static void multiply_tile(const scan *s, int64_t first, int num_keys, int count, scan_memory *m) {
   const kvedge_index_keys *keys = s->keys;
-  const kvedge_format_info *format = kvedge_format_of(keys->format);
-  const ptrdiff_t row_bytes = (ptrdiff_t)keys->head_dim * format->bits / 8,
-                  pad = kvedge_padded_channels(keys->head_dim);
-  const char *blocks[KVEDGE_TILE_BLOCKS], *rows = rows_of(s, first, num_keys, row_bytes, m);
-  const kvedge_row_shape shape = kvedge_row_shape_of(format, keys->head_dim, keys->head_dim, KVEDGE_SCALE_FLOAT32);
-  for (int b = 0; b * KVEDGE_BLOCK < num_keys; b++) blocks[b] = rows + b * KVEDGE_BLOCK * row_bytes;
+  const ptrdiff_t pad = kvedge_padded_channels(keys->head_dim);
+  const char *blocks[KVEDGE_TILE_BLOCKS], *rows = rows_of(s, first, num_keys, m);
+  const kvedge_row_shape shape = kvedge_row_shape_of(s->format, keys->head_dim, keys->head_dim, KVEDGE_SCALE_FLOAT32);
+  for (int b = 0; b * KVEDGE_BLOCK < num_keys; b++) blocks[b] = rows + b * KVEDGE_BLOCK * s->key_bytes;
   kvedge_tile tile = {.blocks = blocks,
-                      .token_stride = row_bytes,
+                      .token_stride = s->key_bytes,
                       .num_tokens = num_keys,
                       .dim = keys->head_dim,
                       .factor = 1.0f,
-                      .bits = format->bits};
+                      .bits = s->format->bits};
   if (keys->scales) {
     for (int t = num_keys; t % KVEDGE_BLOCK; t++) m->scales[t] = 0.0f;
     tile.scales = m->scales;
@@ -132,7 +150,7 @@ static void multiply_tile(const scan *s, int64_t first, int num_keys, int count,
   if (s->cell->encode_query)
     q.quantized = m->quantized, q.scale = m->query_scale, q.scale_stride = 1, q.offsets = m->offsets, q.planes = 2;
   else q.values = m->values;
-  if (!is_decoding(s)) {
+  if (!s->decodes) {
     s->cell->scores(&q, &tile, m->products, 0);
     return;
   }
@@ -141,7 +159,7 @@ static void multiply_tile(const scan *s, int64_t first, int num_keys, int count,
     const int left = num_keys - b * KVEDGE_BLOCK;
     const char *decoded = (const char *)m->decoded;
     tile.num_tokens = left < KVEDGE_BLOCK ? left : KVEDGE_BLOCK, tile.blocks = &decoded;
-    format->decode(&shape, blocks[b], m->scales + b * KVEDGE_BLOCK, tile.num_tokens, m->decoded);
+    s->format->decode(&shape, blocks[b], m->scales + b * KVEDGE_BLOCK, tile.num_tokens, m->decoded);
     s->cell->scores(&q, &tile, m->products + b * KVEDGE_BLOCK, 0);
   }
 }
@@ -154,6 +172,10 @@ static void add_positive(float *restrict sums, const float *restrict products, f
   }
 }
 
+static const float *weights_of(const scan *s, int64_t row) {
+  return (const float *)((const char *)s->call->weights + row * s->weight_bytes);
+}
+
 /* The scores of some rows for the keys of a chunk, by `count` heads from one on: for one list they are added up. */
 static void scan_heads(const scan *s, int64_t first_row, int num_rows, int head, int count, int64_t first_key,
                        int64_t stop_key, scan_memory *m) {
@@ -164,7 +186,7 @@ static void scan_heads(const scan *s, int64_t first_row, int num_rows, int head,
     const int num_keys = stop_key - key < KVEDGE_TILE ? (int)(stop_key - key) : KVEDGE_TILE;
     multiply_tile(s, key, num_keys, num_rows * count, m);
     for (int r = 0; r < num_rows; r++) {
-      float *scores = s->scores + (first_row - s->first_row + r) * s->lists * s->num_keys + key;
+      float *scores = s->scores + (first_row - s->first_row + r) * s->lists * s->score_stride + key;
       if (!call->per_head) {
         memset(m->sums[r], 0, sizeof m->sums[r]);
         if (head > 0) memcpy(m->sums[r], scores, (size_t)num_keys * sizeof *scores);
@@ -172,13 +194,23 @@ static void scan_heads(const scan *s, int64_t first_row, int num_rows, int head,
       for (int h = 0; h < count; h++) {
         const int at = r * count + h;
         const float *products = m->products + at * KVEDGE_TILE;
-        const float weight = call->weights ? call->weights[(first_row + r) * call->num_heads + head + h] : 1.0f;
+        const float weight = call->weights ? weights_of(s, first_row + r)[head + h] : 1.0f;
         if (!call->per_head) add_positive(m->sums[r], products, m->factor[at], weight);
         else
-          for (int t = 0; t < num_keys; t++) scores[(head + h) * s->num_keys + t] = products[t] * m->factor[at];
+          for (int t = 0; t < num_keys; t++) scores[(head + h) * s->score_stride + t] = products[t] * m->factor[at];
       }
       if (!call->per_head) memcpy(scores, m->sums[r], (size_t)num_keys * sizeof *scores);
     }
+  }
+}
+
+/* The scores of some rows for the keys of a chunk. */
+static void scan_rows(const scan *s, int64_t first_row, int num_rows, int64_t first_key, int64_t stop_key,
+                      scan_memory *m) {
+  const int num_heads = s->call->num_heads;
+  for (int head = 0; head < num_heads; head += KVEDGE_QUERY_ROWS) {
+    const int count = num_heads - head < KVEDGE_QUERY_ROWS ? num_heads - head : KVEDGE_QUERY_ROWS;
+    scan_heads(s, first_row, num_rows, head, count, first_key, stop_key, m);
   }
 }
 
@@ -186,16 +218,13 @@ static void run_scan(void *context, int task, int next, int slot, int thread, co
   const scan *s = context;
   const int64_t first_row = s->first_row + task / s->num_chunks * s->rows_of_task, chunk = task % s->num_chunks;
   const int64_t left = s->first_row + s->num_rows - first_row;
-  const int num_rows = left < s->rows_of_task ? (int)left : s->rows_of_task, num_heads = s->call->num_heads;
+  const int num_rows = left < s->rows_of_task ? (int)left : s->rows_of_task;
   const int64_t first_key = chunk * s->chunk_keys, seen = keys_seen(s->call, first_row + num_rows - 1);
   const int64_t stop_key = seen < first_key + s->chunk_keys ? seen : first_key + s->chunk_keys;
   (void)next, (void)slot, (void)stop;
   if (blocks_seen(s->call, first_row + num_rows - 1) <= s->call->k) return; /* all are chosen */
-  for (int head = 0; head < num_heads; head += KVEDGE_QUERY_ROWS) {
-    const int count = num_heads - head < KVEDGE_QUERY_ROWS ? num_heads - head : KVEDGE_QUERY_ROWS;
-    scan_heads(s, first_row, num_rows, head, count, first_key, stop_key,
-               (scan_memory *)((char *)s->memory + (size_t)thread * s->thread_bytes));
-  }
+  scan_rows(s, first_row, num_rows, first_key, stop_key,
+            (scan_memory *)((char *)s->memory + (size_t)thread * s->thread_bytes));
 }
 
 /* ---- The best ---------------------------------------------------------------------------------- */
@@ -244,7 +273,7 @@ static void choose(const scan *s, int64_t row, int list) {
   const int64_t position = call->first_position + row, stop_key = keys_seen(call, row);
   const int64_t first_key = call->start / call->ratio, first = first_key / call->block;
   const int64_t size = call->block * call->ratio, stop = stop_key * call->ratio;
-  float *scores = s->scores + ((row - s->first_row) * s->lists + list) * s->num_keys;
+  float *scores = s->scores + ((row - s->first_row) * s->lists + list) * s->score_stride;
   int32_t *to = call->tokens + (row * s->lists + list) * call->token_width, *end = to + call->token_width;
   const int64_t n = blocks_seen(call, row);
   int64_t ties = n;
@@ -321,13 +350,12 @@ kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_in
   const int64_t num_queries = call->num_rows * call->num_heads;
   if (!is_finite(call->query, num_queries * keys->head_dim) || !is_finite(call->weights, num_queries))
     return KVEDGE_ERROR_NONFINITE;
-  scan s = {.keys = keys, .call = call, .kernels = kvedge_active(), .lists = call->per_head ? call->num_heads : 1};
-  s.thread_bytes = sizeof(scan_memory);
-  if (keys->blocks) s.thread_bytes += (size_t)(KVEDGE_TILE * keys->head_dim * kvedge_format_of(keys->format)->bits / 8);
-  s.thread_bytes = kvedge_align(s.thread_bytes);
-  s.cell = &s.kernels->cells[keys->format];
-  if (!s.cell->scores) s.cell = &s.kernels->cells[KVEDGE_FLOAT32];
-  s.rows_of_task = call->num_heads < KVEDGE_QUERY_ROWS ? KVEDGE_QUERY_ROWS / call->num_heads : 1;
+  scan s = new_scan(keys, call);
+  s.lists = call->per_head ? call->num_heads : 1;
+  s.key_bytes = (ptrdiff_t)kvedge_row_bytes(s.format, keys->head_dim);
+  s.head_bytes = keys->head_dim * (ptrdiff_t)sizeof(float), s.query_bytes = call->num_heads * s.head_bytes;
+  s.weight_bytes = call->num_heads * (ptrdiff_t)sizeof(float);
+  s.thread_bytes = kvedge_align(sizeof(scan_memory) + (keys->blocks ? KVEDGE_TILE * (size_t)s.key_bytes : 0));
   const size_t of_row = (size_t)s.lists * (size_t)(keys_seen(call, call->num_rows - 1) + 1) * sizeof(float);
   int64_t together = (int64_t)(SCORES_BYTES / of_row) / s.rows_of_task * s.rows_of_task;
   if (together < s.rows_of_task) together = s.rows_of_task;
@@ -338,7 +366,7 @@ kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_in
   for (; s.first_row < call->num_rows && status == KVEDGE_OK; s.first_row += together) {
     const int64_t left = call->num_rows - s.first_row;
     s.num_rows = left < together ? left : together;
-    s.num_keys = keys_seen(call, s.first_row + s.num_rows - 1);
+    s.num_keys = s.score_stride = keys_seen(call, s.first_row + s.num_rows - 1);
     s.chunk_keys = s.num_keys / (CHUNKS_OF_THREAD * (num_threads ? num_threads : kvedge_get_num_threads()));
     s.chunk_keys = s.chunk_keys < LEAST_KEYS  ? LEAST_KEYS
                    : s.chunk_keys > MOST_KEYS ? MOST_KEYS
@@ -354,4 +382,68 @@ kvedge_status kvedge_index_select(const kvedge_index_keys *keys, const kvedge_in
   }
   kvedge_aligned_free(s.scores);
   return status;
+}
+
+/* ---- Scores alone ------------------------------------------------------------------------------- */
+
+/* The format of rows in memory of others; NULL: there is none. */
+static const kvedge_format_info *format_of_rows(kvedge_format format) {
+  const int has_rows =
+      format == KVEDGE_FLOAT32 || format == KVEDGE_FLOAT16 || format == KVEDGE_BFLOAT16 || format == KVEDGE_Q8_0;
+  return has_rows ? kvedge_format_of(format) : kvedge_format_of_blocks(format);
+}
+
+static int scores_are_valid(const kvedge_index_scores_call *c) {
+  const ptrdiff_t size = sizeof(float);
+  if (!c || !c->keys || !c->query || !c->weights || !c->scores) return 0;
+  const kvedge_format_info *format = format_of_rows(c->format);
+  if (!format || c->head_dim < 1 || c->head_dim > KVEDGE_MAX_HEAD_DIM) return 0;
+  if (format->group_bytes && c->head_dim % format->group_channels) return 0;
+  const ptrdiff_t element = format->group_bytes ? (ptrdiff_t)sizeof(uint16_t) : format->bits / 8;
+  if (c->key_stride < (ptrdiff_t)kvedge_row_bytes(format, c->head_dim) || c->key_stride % element) return 0;
+  if (c->num_keys < 1 || c->num_keys > INT32_MAX || c->num_rows < 1 || c->num_heads < 1 || c->num_heads > MAX_HEADS)
+    return 0;
+  if (c->row_stride % size || c->head_stride % size || c->weight_stride % size || c->score_stride % size) return 0;
+  return c->score_stride / size >= c->num_keys || c->num_rows == 1;
+}
+
+size_t kvedge_index_scores_bytes(int head_dim) {
+  return kvedge_align(sizeof(scan_memory)) + DECODED_KEYS * sizeof(float) * (size_t)head_dim;
+}
+
+kvedge_status kvedge_index_scores(const kvedge_index_scores_call *c, void *memory) {
+  KVEDGE_FLOAT_MODE;
+  if (!scores_are_valid(c) || !memory) return KVEDGE_ERROR_ARGUMENT;
+  const kvedge_status ready = kvedge_isa_ready();
+  if (ready != KVEDGE_OK) return ready;
+  for (int64_t row = 0; row < c->num_rows; row++)
+    for (int h = 0; h < c->num_heads; h++)
+      if (!is_finite((const float *)((const char *)c->query + row * c->row_stride + h * c->head_stride), c->head_dim))
+        return KVEDGE_ERROR_NONFINITE;
+  const kvedge_format_info *format = format_of_rows(c->format);
+  const kvedge_row_shape shape = kvedge_row_shape_of(format, c->head_dim, c->head_dim, KVEDGE_SCALE_FLOAT32);
+  const int decodes = !has_cell(kvedge_active(), c->format);
+  float *decoded = (float *)((char *)memory + kvedge_align(sizeof(scan_memory)));
+  const kvedge_index_keys keys = {.format = decodes ? KVEDGE_FLOAT32 : c->format,
+                                  .head_dim = c->head_dim,
+                                  .num_keys = c->num_keys,
+                                  .keys = decodes ? decoded : c->keys};
+  const kvedge_index_call call = {
+      .query = c->query, .weights = c->weights, .num_rows = c->num_rows, .num_heads = c->num_heads, .scale = 1.0f};
+  scan s = new_scan(&keys, &call);
+  s.lists = 1, s.score_stride = c->score_stride / (ptrdiff_t)sizeof(float);
+  s.query_bytes = c->row_stride, s.head_bytes = c->head_stride, s.weight_bytes = c->weight_stride;
+  s.key_bytes = decodes ? c->head_dim * (ptrdiff_t)sizeof(float) : c->key_stride;
+  const int64_t step = decodes ? DECODED_KEYS : c->num_keys;
+  for (int64_t first = 0; first < c->num_keys; first += step) {
+    const int64_t num_keys = c->num_keys - first < step ? c->num_keys - first : step;
+    for (int64_t i = 0; decodes && i < num_keys; i++)
+      format->decode(&shape, (const char *)c->keys + (first + i) * c->key_stride, NULL, 1, decoded + i * c->head_dim);
+    s.scores = c->scores + first;
+    for (int64_t row = 0; row < c->num_rows; row += s.rows_of_task) {
+      const int64_t left = c->num_rows - row;
+      scan_rows(&s, row, left < s.rows_of_task ? (int)left : s.rows_of_task, 0, num_keys, memory);
+    }
+  }
+  return KVEDGE_OK;
 }

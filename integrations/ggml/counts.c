@@ -8,7 +8,9 @@ long counted(reason why) { return atomic_load_explicit(&counts[why], memory_orde
 
 const char *name_of_reason(reason why) {
   static const char *const names[NUM_REASONS] = {"taken",
+                                                 "scans of an index taken",
                                                  "too few cells to gain",
+                                                 "scans of an index, on a CPU without AVX2",
                                                  "a type of keys or values that is not known",
                                                  "strides or widths that are not known",
                                                  "the backend was computing another graph",

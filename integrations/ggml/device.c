@@ -1,5 +1,5 @@
 /* A device of ggml's own kind, of type ACCEL: for test-backend-ops, and for programs that load backends by GGML_BACKEND_PATH
- * or ggml_backend_load. It claims attention nodes in host memory, and runs them by a CPU backend that kvedge looks at. */
+ * or ggml_backend_load. It claims attention nodes and scans of an index in host memory, and runs them by a CPU backend that kvedge looks at. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -43,6 +43,7 @@ static bool supports_op(device *d, const tensor *op) {
   (void)d;
   static const char *const nothing_to_do[] = {"NONE", "RESHAPE", "VIEW", "PERMUTE", "TRANSPOSE"};
   if (op->op == of->op_attention) return serves(of, op, 1) == TAKEN;
+  if (op->op == of->op_index) return serves_index(of, op, 1) == TAKEN;
   const char *name = of->f.ggml_op_name(op->op);
   for (size_t i = 0; i < sizeof nothing_to_do / sizeof *nothing_to_do; i++)
     if (strcmp(name, nothing_to_do[i]) == 0) return true;

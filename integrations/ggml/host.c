@@ -96,7 +96,7 @@ static void restore_write(const write_job *j) {
   memcpy(j->node->op_params, j->params, sizeof j->params);
 }
 
-/* Lets the attention nodes of a graph run on kvedge; returns how many. */
+/* Lets the attention nodes and scans of an index of a graph run on kvedge; returns how many. */
 static int replace_nodes(hooked_backend *s, graph *g) {
   const host *h = s->of;
   const int num_nodes = h->f.ggml_graph_n_nodes(g);
@@ -104,19 +104,21 @@ static int replace_nodes(hooked_backend *s, graph *g) {
   for (size_t i = 0; i < sizeof s->masks / sizeof *s->masks; i++) s->masks[i].mask = NULL; /* those of the last graph */
   for (int i = 0; i < num_nodes; i++) {
     tensor *node = h->f.ggml_graph_node(g, i);
-    if (node->op != h->op_attention) continue;
-    num_attention++;
-    const reason why = serves(h, node, s->takes_all);
+    const int is_attention = node->op == h->op_attention;
+    if (!is_attention && node->op != h->op_index) continue;
+    num_attention += is_attention;
+    const reason why = is_attention ? serves(h, node, s->takes_all) : serves_index(h, node, s->takes_all);
     if (why != TAKEN) {
       count(why, 1);
       continue;
     }
     if (!grow(&s->jobs, &s->room_jobs, num + 1, sizeof *s->jobs)) break;
-    s->jobs[num++] = (node_job){.of = s, .node = node};
+    s->jobs[num++] = (node_job){.of = s, .node = node, .op = node->op};
   }
   if (!num_attention && has_softmax_of_heads(h, g)) count(LEFT_NO_NODE, 1);
   for (int i = 0; i < num; i++) /* once the jobs stay where they are */
-    make_custom(h, s->jobs[i].node, s->jobs[i].params, run_node, &s->jobs[i]);
+    make_custom(h, s->jobs[i].node, s->jobs[i].params, s->jobs[i].op == h->op_attention ? run_node : run_index,
+                &s->jobs[i]);
   return num;
 }
 
@@ -366,6 +368,49 @@ static int try_out(host *h, const tiny *t, backend *b, char *why, size_t why_byt
   return 1;
 }
 
+/* The same tiny scan of an index by ggml and by kvedge; where ggml has none, or another one, scans stay ggml's. */
+static void try_index(host *h) {
+  enum { ROW_VALUES = TINY_DIM * TINY_HEADS };
+  const ggml_functions *f = &h->f;
+  tensor *(*make)(context *, tensor *, tensor *, tensor *, tensor *) = NULL;
+  void *at = dlsym(h->handle, "ggml_lightning_indexer");
+  memcpy(&make, &at, sizeof make);
+  context *ctx = make ? f->ggml_init((init_params){(64 << 10) + f->ggml_graph_overhead(), NULL, false}) : NULL;
+  if (!ctx) return;
+  tensor *q = f->ggml_new_tensor_4d(ctx, TYPE_F32, TINY_DIM, TINY_HEADS, TINY_ROWS, 1);
+  tensor *k = f->ggml_new_tensor_4d(ctx, TYPE_F32, TINY_DIM, 1, TINY_CELLS, 1);
+  tensor *w = f->ggml_new_tensor_4d(ctx, TYPE_F32, TINY_HEADS, TINY_ROWS, 1, 1);
+  tensor *mask = f->ggml_new_tensor_4d(ctx, TYPE_F16, TINY_CELLS, TINY_ROWS, 1, 1);
+  tensor *node = make(ctx, q, k, w, mask);
+  backend *b = h->init_backend(h->cpu, NULL);
+  float expected[TINY_CELLS * TINY_ROWS];
+  int is_known = b && node && strcmp(f->ggml_op_name(node->op), "LIGHTNING_INDEXER") == 0 && node->src[0] == q &&
+                 node->src[1] == k && node->src[2] == w && node->src[3] == mask && serves_index(h, node, 1) == TAKEN;
+  if (is_known) {
+    for (int i = 0; i < ROW_VALUES * TINY_ROWS; i++) ((float *)q->data)[i] = (float)(i * 37 % 64) / 32.0f - 1.0f;
+    for (int i = 0; i < TINY_DIM * TINY_CELLS; i++) ((float *)k->data)[i] = (float)(i * 29 % 63) / 32.0f - 1.0f;
+    for (int i = 0; i < TINY_HEADS * TINY_ROWS; i++) ((float *)w->data)[i] = (float)(i * 3 % 5) - 1.5f;
+    for (int i = 0; i < TINY_CELLS * TINY_ROWS; i++) ((uint16_t *)mask->data)[i] = i % 3 ? 0 : i % 2 ? HIDDEN : 0xbc00;
+    graph *g = f->ggml_new_graph(ctx);
+    f->ggml_build_forward_expand(g, node);
+    is_known = f->ggml_backend_graph_compute(b, g) == STATUS_SUCCESS;
+    memcpy(expected, node->data, sizeof expected);
+    h->op_index = node->op;
+    set_num_threads(h, b, 1);
+    hooked_backend *s = is_known ? hook(h, b) : NULL;
+    const long taken = counted(TAKEN_INDEX);
+    if (s) s->takes_all = 1;
+    is_known = s && f->ggml_backend_graph_compute(b, g) == STATUS_SUCCESS && counted(TAKEN_INDEX) == taken + 1;
+    if (is_known) count(TAKEN_INDEX, -1);
+    const float *scores = node->data;
+    for (int i = 0; is_known && i < TINY_CELLS * TINY_ROWS; i++)
+      is_known = scores[i] == expected[i] || fabsf(scores[i] - expected[i]) < 1e-3f;
+  }
+  if (!is_known) h->op_index = -1;
+  if (b) f->ggml_backend_free(b);
+  f->ggml_free(ctx);
+}
+
 static int check_host(host *h, char *why, size_t why_bytes) {
   if (!find_functions(h, why, why_bytes) || !check_device(h, why, why_bytes)) return 0;
   h->init_backend = h->cpu->init_backend;
@@ -376,6 +421,7 @@ static int check_host(host *h, char *why, size_t why_bytes) {
   if (good && find_slots(h, b, why, why_bytes)) {
     set_num_threads(h, b, 1);
     good = try_out(h, &t, b, why, why_bytes);
+    try_index(h);
   } else {
     good = 0;
   }
@@ -392,7 +438,7 @@ host *host_of_device(device *cpu, void *handle, char *why, size_t why_bytes) {
     snprintf(why, why_bytes, "there are more than %d of them in the process", MOST_HOSTS);
   } else if (!found) {
     host *h = &hosts[num_hosts];
-    *h = (host){.cpu = cpu, .handle = handle};
+    *h = (host){.cpu = cpu, .handle = handle, .op_index = -1};
     const char *why_not = "", *asked = getenv("KVEDGE_ISA");
     if (kvedge_select_isa(NULL, &why_not) != KVEDGE_OK) {
       snprintf(why, why_bytes, "KVEDGE_ISA=%s cannot be used here: %s", asked ? asked : "", why_not);
@@ -428,7 +474,8 @@ static void print_counts(void) {
     return;
   }
   fprintf(stderr, "kvedge (%s): %ld attention nodes", kvedge_isa_name(), counted(TAKEN));
-  for (int i = TAKEN + 1; i < NUM_REASONS; i++)
+  if (counted(TAKEN_INDEX)) fprintf(stderr, ", %ld scans of an index", counted(TAKEN_INDEX));
+  for (int i = TAKEN_INDEX + 1; i < NUM_REASONS; i++)
     if (counted((reason)i)) fprintf(stderr, "; left to ggml: %ld (%s)", counted((reason)i), name_of_reason((reason)i));
   const char *name;
   const long read = kvedge_ggml_exact(ROWS_READ, &name), without = kvedge_ggml_exact(NODES_WITHOUT, &name);

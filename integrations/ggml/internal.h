@@ -3,6 +3,7 @@
  *   ggml_abi.h  what is known of ggml's structs and functions
  *   host.c      a ggml is found, checked, tried and taken over; what its CPU backends compute
  *   node.c      one attention node on kvedge, on ggml's own threads
+ *   index.c     one scan of an index, likewise
  *   masks.c     what a mask shows, as runs of cells
  *   exact.c     rows of the last and first tokens in float16, beside a quantized cache
  *   device.c    a device of ggml's, for test-backend-ops and for those who load backends themselves
@@ -22,8 +23,10 @@
 
 /* Why a node was left to ggml, or a whole graph. */
 typedef enum {
-  TAKEN,
+  TAKEN,        /* attention */
+  TAKEN_INDEX,  /* the scan of an index */
   LEFT_SMALL,   /* too few cells to gain */
+  LEFT_SCALAR,  /* a scan of an index, where kvedge has no vectors */
   LEFT_TYPE,    /* keys or values are of a type that kvedge does not read */
   LEFT_SHAPE,   /* strides, broadcasts or widths that it does not know */
   LEFT_BUSY,    /* the backend is computing another graph at the same time */
@@ -95,9 +98,9 @@ typedef struct {
   void *(*get_proc_address)(reg *, const char *);   /* of its registry; NULL unless it was replaced */
   const cpu_type_traits *(*cpu_traits)(int type);   /* NULL: exact rows cannot be kept */
   from_float encode_float16;
-  int op_attention, op_custom;
-  int at_free, at_compute, at_device; /* words of a backend */
-  char name[64];                      /* "ggml 0.25.3" */
+  int op_attention, op_index, op_custom; /* op_index -1: scans of an index stay ggml's */
+  int at_free, at_compute, at_device;    /* words of a backend */
+  char name[64];                         /* "ggml 0.25.3" */
 } host;
 
 /* A node that kvedge runs, while its graph is computed. */
@@ -105,7 +108,8 @@ struct hooked_backend;
 typedef struct {
   struct hooked_backend *of;
   tensor *node;
-  int32_t params[PARAM_BYTES / 4]; /* its own, whose place the custom node's have taken */
+  int op; /* its own, and parameters, whose place the custom node's have taken */
+  int32_t params[PARAM_BYTES / 4];
   atomic_int is_planned, next_slice, num_done;
 } node_job;
 
@@ -275,9 +279,25 @@ typedef struct {
 enum { NUM_ROW_TYPES = 9 };
 extern const row_type row_types[NUM_ROW_TYPES];
 
+/* NULL: a type that kvedge does not read. */
+const row_type *row_type_of(const tensor *t);
+/* Below so many cells ggml's kernels take no longer. */
+int64_t least_cells(void);
+
 reason serves(const host *h, const tensor *node, int takes_all);
 void run_node(tensor *dst, int ith, int nth, void *userdata);
-/* Makes a custom node the attention node again that it was. */
+/* Makes a custom node again what it was. */
 void restore_node(const node_job *j);
+/* Computes a node by ggml's own kernel, on this thread. */
+void compute_by_ggml(hooked_backend *s, node_job *j);
+
+/* Of node_job.is_planned, which threads wait for. */
+enum { NOT_PLANNED, PLANNED, REFUSED };
+void wait_for(const atomic_int *x, int least);
+
+/* ---- index.c ---- */
+
+reason serves_index(const host *h, const tensor *node, int takes_all);
+void run_index(tensor *dst, int ith, int nth, void *userdata);
 
 #endif

@@ -15,8 +15,8 @@ int kvedge_ggml_enable(void *handle, char *text, size_t bytes);
 /* Undoes it: attention is ggml's own from the next graph on, of all backends. */
 void kvedge_ggml_disable(void);
 
-/* Attention nodes so far: index 0 of those that kvedge computed, from 1 on of those left to ggml, by the reason in *name;
- * -1: there is no such index. */
+/* Nodes so far: index 0 of attention that kvedge computed, 1 of scans of an index, from 2 on of those left to ggml, by the
+ * reason in *name; -1: there is no such index. */
 long kvedge_ggml_count(int index, const char **name);
 
 /* Beside quantized caches, the last `recent` tokens' rows of each sequence (0 to 4096; 0: none) and the first `first` ones'

@@ -11,9 +11,9 @@
 enum { QUERY, KEYS, VALUES, MASK, SINKS };
 enum { MOST_DIM = 1024 };
 
-/* Below so many cells ggml's kernels take no longer. With vectors kvedge was faster from the first visible cell on (9 to 32
+/* With vectors kvedge was faster from the first visible cell on (9 to 32
  * heads of 64 and 128, one row, AVX2 and AVX-512: 1.4 to 4 times); llama.cpp's caches show 256 cells at least. */
-static int64_t least_cells(void) { return strcmp(kvedge_isa_name(), "scalar") == 0 ? 512 : 32; }
+int64_t least_cells(void) { return strcmp(kvedge_isa_name(), "scalar") == 0 ? 512 : 32; }
 
 /* ---- Which nodes ----------------------------------------------------------------------------- */
 
@@ -29,8 +29,7 @@ const row_type row_types[NUM_ROW_TYPES] = {
     {TYPE_IQ4_NL, "iq4_nl", KVEDGE_IQ4_NL,   32, 18}
 };
 
-/* The type of a side's rows; NULL: one that kvedge does not read. */
-static const row_type *row_type_of(const tensor *t) {
+const row_type *row_type_of(const tensor *t) {
   for (int i = 0; i < NUM_ROW_TYPES; i++)
     if (row_types[i].type == t->type) return &row_types[i];
   return NULL;
@@ -471,7 +470,7 @@ static int is_finite(const tensor *node) {
   return largest < flt_max;
 }
 
-static void wait_for(const atomic_int *x, int least) {
+void wait_for(const atomic_int *x, int least) {
   enum { SPINS = 4096 }; /* some 100 us: planning takes less, unless thread 0 was held up */
   for (int i = 0; atomic_load_explicit(x, memory_order_acquire) < least; i++) {
     if (i >= SPINS) sched_yield();
@@ -484,12 +483,11 @@ static void wait_for(const atomic_int *x, int least) {
 }
 
 void restore_node(const node_job *j) {
-  j->node->op = j->of->of->op_attention;
+  j->node->op = j->op;
   memcpy(j->node->op_params, j->params, sizeof j->params);
 }
 
-/* Computes a node by ggml's own kernel, on this thread. */
-static void compute_by_ggml(hooked_backend *s, node_job *j) {
+void compute_by_ggml(hooked_backend *s, node_job *j) {
   const host *h = s->of;
   const size_t bytes = h->f.ggml_graph_overhead() + 1024;
   context *ctx = h->f.ggml_init((init_params){bytes, NULL, true});
@@ -506,8 +504,6 @@ static void compute_by_ggml(hooked_backend *s, node_job *j) {
   if (ctx) h->f.ggml_free(ctx);
   count(FELL_BACK, 1);
 }
-
-enum { NOT_PLANNED, PLANNED, REFUSED };
 
 void run_node(tensor *dst, int ith, int nth, void *userdata) {
   node_job *j = userdata;

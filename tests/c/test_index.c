@@ -1,5 +1,7 @@
 /* Lists of tokens: what index keys choose, and attention over them, against double; any shapes, on each kernel path. */
 #include "check.h"
+#include "formats/format.h"
+#include "formats/half.h"
 #include "kvedge.h"
 
 #define ONE_OF(...) (int[]){__VA_ARGS__}[random_below(sizeof((int[]){__VA_ARGS__}) / sizeof(int))]
@@ -133,6 +135,93 @@ static void test_selection(void) {
       free_block(&room);
 }
 
+/* ---- Scores alone ---- */
+
+/* Keys of any format, some bytes apart, and as floats. */
+static block new_keys(kvedge_format format, int dim, int num_keys, ptrdiff_t stride, float *plain) {
+  const kvedge_format_info *blocks = kvedge_format_of_blocks(format);
+  const kvedge_format_info *info = blocks ? blocks : kvedge_format_of(format);
+  const kvedge_row_shape shape = kvedge_row_shape_of(info, dim, dim, KVEDGE_SCALE_FLOAT32);
+  const size_t row = kvedge_row_bytes(info, dim);
+  block memory = new_block((size_t)(num_keys - 1) * (size_t)stride + row);
+  for (int i = 0; i < num_keys; i++) {
+    char *key = (char *)memory.data + i * stride;
+    if (info->encode) {
+      for (int d = 0; d < dim; d++) plain[i * dim + d] = random_signed(1.0f);
+      info->encode(&shape, plain + i * dim, 1, key, NULL);
+    } else { /* ggml's blocks: any codes, with scales and minima of 0.125 */
+      for (size_t b = 0; b < row; b++) key[b] = (char)random_below(256);
+      for (int g = 0; g < shape.num_groups; g++)
+        for (int at = 0; at < info->codes_at && at < 4; at += 2)
+          memcpy(key + g * info->group_bytes + at, &(uint16_t){kvedge_half_of_float(0.125f)}, sizeof(uint16_t));
+    }
+    info->decode(&shape, key, NULL, 1, plain + i * dim);
+  }
+  return memory;
+}
+
+static void test_scores(void) {
+  const kvedge_format format = (kvedge_format)ONE_OF(KVEDGE_FLOAT32, KVEDGE_FLOAT16, KVEDGE_BFLOAT16, KVEDGE_Q8_0,
+                                                     KVEDGE_Q4_0, KVEDGE_Q5_1, KVEDGE_IQ4_NL);
+  const int is_of_blocks = format == KVEDGE_Q8_0 || kvedge_format_of_blocks(format);
+  const int dim = is_of_blocks ? ONE_OF(32, 128) : ONE_OF(1, 3, 72, 128);
+  const int num_keys = 1 + random_below(random_below(4) ? 600 : 2500), pad = random_below(2);
+  const int num_rows = 1 + random_below(9), num_heads = ONE_OF(1, 2, 5, 16, 40, 64);
+  const kvedge_format_info *blocks = kvedge_format_of_blocks(format);
+  const ptrdiff_t stride =
+      (ptrdiff_t)kvedge_row_bytes(blocks ? blocks : kvedge_format_of(format), dim) + pad * ONE_OF(4, 64);
+  float *plain = random_floats((size_t)(num_keys * dim), 1.0f);
+  block keys = new_keys(format, dim, num_keys, stride, plain);
+  const int head_stride = dim + 3 * pad, row_stride = head_stride * num_heads + 5 * pad;
+  const int by_head = random_below(2); /* queries of a head side by side */
+  const int from_row = by_head ? head_stride : row_stride, from_head = by_head ? head_stride * num_rows : head_stride;
+  block query = floats_of((size_t)((num_rows - 1) * from_row + (num_heads - 1) * from_head + dim));
+  block weights = floats_of((size_t)((num_rows - 1) * (num_heads + pad) + num_heads));
+  block scores = new_block((size_t)((num_rows - 1) * (num_keys + pad) + num_keys) * sizeof(float));
+  block memory = new_block(kvedge_index_scores_bytes(dim) + 64);
+  void *aligned = (void *)(((uintptr_t)memory.data + 63) & ~(uintptr_t)63);
+  kvedge_index_scores_call call = {.format = format,
+                                   .head_dim = dim,
+                                   .keys = keys.data,
+                                   .key_stride = stride,
+                                   .num_keys = num_keys,
+                                   .query = query.data,
+                                   .row_stride = from_row * 4,
+                                   .head_stride = from_head * 4,
+                                   .weights = weights.data,
+                                   .weight_stride = (num_heads + pad) * 4,
+                                   .num_rows = num_rows,
+                                   .num_heads = num_heads,
+                                   .scores = scores.data,
+                                   .score_stride = (num_keys + pad) * 4};
+  CHECK(kvedge_index_scores(&call, aligned) == KVEDGE_OK);
+  for (int row = 0; row < num_rows; row++)
+    for (int key = 0; key < num_keys; key++) {
+      double sum = 0.0, size = 0.0;
+      for (int h = 0; h < num_heads; h++) {
+        const float *q = (float *)query.data + row * from_row + h * from_head;
+        const double weight = ((float *)weights.data)[row * (num_heads + pad) + h];
+        double product = 0.0, absolute = 0.0;
+        for (int d = 0; d < dim; d++) {
+          product += (double)q[d] * plain[key * dim + d];
+          absolute += fabs((double)q[d] * plain[key * dim + d]);
+        }
+        sum += weight * fmax(0.0, product), size += fabs(weight) * absolute;
+      }
+      const double got = ((float *)scores.data)[row * (num_keys + pad) + key];
+      if (!near(got, sum, 1e-6 * size)) fail("row %d, key %d: %g, not %g", row, key, got, sum);
+    }
+  end_case();
+  ((float *)query.data)[(num_rows - 1) * from_row] = NAN;
+  CHECK(kvedge_index_scores(&call, aligned) == KVEDGE_ERROR_NONFINITE);
+  call.key_stride--;
+  CHECK(kvedge_index_scores(&call, aligned) == KVEDGE_ERROR_ARGUMENT);
+  call.key_stride++, call.format = KVEDGE_INT8;
+  CHECK(kvedge_index_scores(&call, aligned) == KVEDGE_ERROR_ARGUMENT);
+  free_block(&keys), free_block(&query), free_block(&weights), free_block(&scores), free_block(&memory);
+  free(plain);
+}
+
 /* ---- Attention over lists ---- */
 
 typedef struct {
@@ -240,6 +329,9 @@ int main(void) {
     if (kvedge_select_isa(name, NULL) != KVEDGE_OK) continue;
     begin("%s: selection", name);
     for (int n = 0; n < times; n++) test_selection();
+    end();
+    begin("%s: scores alone", name);
+    for (int n = 0; n < times; n++) test_scores();
     end();
     begin("%s: attention over lists", name);
     for (int n = 0; n < times; n++) test_attention_over_lists();

@@ -1,4 +1,4 @@
-"""One attention node of ggml, made and computed by its own functions."""
+"""One node of ggml, attention or the scan of an index, made and computed by its own functions."""
 
 import ctypes as c
 
@@ -7,7 +7,7 @@ import numpy as np
 
 _lib = api._lib
 F32, F16, BF16 = 0, 1, 30
-QUANTIZED = {"q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20}
+QUANTIZED = {"q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q6_k": 14, "iq4_nl": 20}
 
 
 class _InitParams(c.Structure):
@@ -43,6 +43,9 @@ _view = _function(
     "ggml_view_4d", c.c_void_p, c.c_void_p, c.c_void_p, *[c.c_int64] * 4, *[c.c_size_t] * 4
 )
 I64 = 27
+HAS_INDEX = hasattr(_lib, "ggml_lightning_indexer")
+if HAS_INDEX:
+    _scan = _function("ggml_lightning_indexer", *[c.c_void_p] * 6)
 
 
 class Cache:
@@ -117,8 +120,70 @@ class Blocks:
     def __init__(self, name, data):
         self.type, self.data = QUANTIZED[name], data
         self.nbytes, self.size = data.nbytes, data.size
+        self.strides, self.base = data.strides, None
         elements = data.shape[-1] // _type_size(self.type) * _block_elements(self.type)
         self.shape = (*data.shape[:-1], elements)
+
+
+def _filled(context, array):
+    """A tensor with the bytes of an array or of Blocks."""
+    if isinstance(array, Blocks):
+        kind, data = array.type, array.data
+    else:
+        kind, data = {"float32": F32, "float16": F16, "uint16": BF16}[array.dtype.name], array
+    made = _tensor(context, kind, *[*array.shape[::-1], 1, 1, 1][:4])
+    c.memmove(_data(made), np.ascontiguousarray(data).ctypes.data, data.nbytes)
+    return made
+
+
+def _computed(context, node, shape, threads):
+    """What ggml's CPU backend computes for a node, float32 of a shape."""
+    backend = _by_type(0, None)
+    try:
+        graph = _graph(context)
+        _expand(graph, node)
+        _lib.ggml_backend_cpu_set_n_threads.argtypes = [c.c_void_p, c.c_int]
+        _lib.ggml_backend_cpu_set_n_threads(backend, threads)
+        assert _compute(backend, graph) == 0
+        flat = (c.c_float * int(np.prod(shape))).from_address(_data(node))
+        return np.array(flat, np.float32).reshape(shape)
+    finally:
+        _free_backend(backend)
+
+
+def scan(q, k, weights, mask, threads=2):
+    """Return ggml's scores (streams, rows, keys) of the keys of an index.
+
+    Queries are (streams, rows, heads, dim), and lie as their array's strides tell, weights
+    (streams, rows, heads), keys (streams, keys, dim) in the types of :func:`attend`; the mask is
+    float16 (streams or 1, rows, keys).
+    """
+
+    def whole_of(array):
+        return array if array.base is None else array.base
+
+    shape = (*q.shape[:2], k.shape[1])
+    size = sum(whole_of(array).nbytes for array in (q, k, weights)) + mask.nbytes
+    context = _init(_InitParams(size + 4 * int(np.prod(shape)) + (1 << 20), None, False))
+
+    def view(array, *axes):
+        """The axes of an array, from the innermost on, in a tensor of all that it is part of."""
+        whole = whole_of(array)
+        sizes = [1 if axis is None else array.shape[axis] for axis in axes]
+        strides = [whole.nbytes if axis is None else array.strides[axis] for axis in axes]
+        return _view(context, _filled(context, whole), *sizes, *strides[1:], 0)
+
+    try:
+        node = _scan(
+            context,
+            view(q, 3, 2, 1, 0),
+            view(k, 2, None, 1, 0),
+            view(weights, 2, 1, None, 0),
+            _filled(context, mask[:, None]),
+        )
+        return _computed(context, node, shape, threads)
+    finally:
+        _free(context)
 
 
 def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.0, threads=2):
@@ -136,16 +201,8 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
     context = _init(_InitParams(size, None, False))
 
     def tensor(array):
-        if isinstance(array, Blocks):
-            kind, data = array.type, array.data
-        else:
-            kind, data = {"float32": F32, "float16": F16, "uint16": BF16}[array.dtype.name], array
-        shape = [*array.shape[::-1], 1, 1, 1][:4]
-        made = _tensor(context, kind, *shape)
-        c.memmove(_data(made), np.ascontiguousarray(data).ctypes.data, data.nbytes)
-        return made
+        return _filled(context, array)
 
-    backend = _by_type(0, None)
     try:
         keys = tensor(k)
         if isinstance(v, np.ndarray) and v.base is k:
@@ -165,16 +222,8 @@ def attend(q, k, v, mask=None, *, sinks=None, scale=0.125, max_bias=0.0, softcap
         )
         if sinks is not None:
             _add_sinks(node, tensor(sinks))
-        graph = _graph(context)
-        _expand(graph, node)
-        _lib.ggml_backend_cpu_set_n_threads.argtypes = [c.c_void_p, c.c_int]
-        _lib.ggml_backend_cpu_set_n_threads(backend, threads)
-        assert _compute(backend, graph) == 0
-        shape = (q.shape[1], q.shape[0], v.shape[-1])
-        flat = (c.c_float * int(np.prod(shape))).from_address(_data(node))
-        return np.array(flat, np.float32).reshape(shape)
+        return _computed(context, node, (q.shape[1], q.shape[0], v.shape[-1]), threads)
     finally:
-        _free_backend(backend)
         _free(context)
 
 
@@ -203,3 +252,10 @@ def expected(q, k, v, mask, *, sinks=None, scale=0.125, max_bias=0.0, softcap=0.
             total = p.sum() + (np.exp(sinks[h] - most) if sinks is not None else 0.0)
             out[row, h] = p @ v[h // group] / total
     return out
+
+
+def expected_scores(q, k, weights, mask):
+    """Return the scores of :func:`scan` in float64; keys are float32."""
+    products = np.einsum("srhd,skd->srhk", q.astype(np.float64), k.astype(np.float64))
+    scores = np.einsum("srhk,srh->srk", np.maximum(products, 0), weights.astype(np.float64))
+    return scores + mask[:, : q.shape[1]]

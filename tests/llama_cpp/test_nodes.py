@@ -1,12 +1,22 @@
-"""One attention node at a time, by ggml's own functions: masks, types, what falls back."""
+"""One node at a time, attention or the scan of an index, by ggml's own functions: masks, types,
+what falls back."""
 
 import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp.llama_cpp")
 quants = pytest.importorskip("gguf.quants")
-from helpers.ggml_nodes import QUANTIZED, Blocks, attend, expected  # noqa: E402
+from helpers.ggml_nodes import (  # noqa: E402
+    HAS_INDEX,
+    QUANTIZED,
+    Blocks,
+    attend,
+    expected,
+    expected_scores,
+    scan,
+)
 
+from kvedge import isa_info  # noqa: E402
 from kvedge.llama_cpp import disable, enable, report  # noqa: E402
 
 HIDDEN = -np.inf
@@ -181,3 +191,83 @@ def test_nodes_of_few_cells_are_left():
     )
     disable()
     assert np.array_equal(with_kvedge, attend(q, k, v))
+
+
+needs_index = pytest.mark.skipif(
+    not HAS_INDEX or isa_info()["isa"] == "scalar",
+    reason="this ggml has no LIGHTNING_INDEXER, or the scalar path leaves it",
+)
+
+
+def scan_arrays(rows, heads, streams=2, keys=CELLS, dim=64):
+    rng = np.random.default_rng(rows + heads)
+    q = rng.standard_normal((streams, rows, heads, dim)).astype(np.float32)
+    k = rng.standard_normal((streams, keys, dim)).astype(np.float32)
+    weights = rng.standard_normal((streams, rows, heads)).astype(np.float32)
+    mask = np.full((streams, rows, keys), HIDDEN, np.float16)
+    for row in range(rows):
+        mask[:, row, 10 : keys - rows + row] = 0
+    mask[:, :, 40:50], mask[:, :, 60:320], mask[0, :, 320:340] = -1.5, HIDDEN, 0.1
+    mask[-1, -1] = HIDDEN
+    return q, k, weights, mask
+
+
+def in_whole(array, order, more):
+    """The same array within another one that has its axes in an order, some with more elements."""
+    axes = np.argsort(order)
+    whole = np.zeros([array.shape[i] + more[i] for i in order], array.dtype)
+    part = whole.transpose(axes)[tuple(slice(size) for size in array.shape)]
+    part[:] = array
+    return part
+
+
+@needs_index
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 64), (3, 5), (40, 16)])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "q8_0", "q5_1"])
+def test_the_scan_of_an_index_is_that_of_float64(kind, rows, heads, is_part, threads):
+    q, k, weights, mask = scan_arrays(rows, heads)
+    hidden = np.isinf(mask).all(1)
+    k[hidden] = 0
+    stored, k = stored_as(kind, k)
+    if kind == "float16":
+        stored[hidden] = np.inf  # plays no part
+    if is_part:
+        q, weights = (
+            in_whole(q, (0, 2, 1, 3), (0, 1, 2, 3)),
+            in_whole(weights, (0, 1, 2), (0, 1, 3)),
+        )
+        if not isinstance(stored, Blocks):
+            stored = in_whole(stored, (0, 1, 2), (0, 7, 2))
+    before = report()
+    scores = scan(q, stored, weights, mask, threads)
+    assert report().scans == before.scans + 1 and report().left == before.left
+    want = expected_scores(q, k, weights, mask)
+    np.testing.assert_allclose(scores, want, rtol=1e-6, atol=1e-7 * heads * 64)
+
+
+@needs_index
+def test_a_scan_that_kvedge_refuses_falls_back_to_ggmls_kernel():
+    q, k, weights, mask = scan_arrays(3, 5)
+    q[1, 2, 0, 7] = np.nan
+    before = report()
+    with_kvedge = scan(q, k, weights, mask)
+    assert report().scans == before.scans
+    assert sum(report().left.values()) == sum(before.left.values()) + 1
+    disable()
+    np.testing.assert_array_equal(with_kvedge, scan(q, k, weights, mask))
+
+
+@needs_index
+@pytest.mark.parametrize("why", ["cells", "type"])
+def test_scans_that_kvedge_does_not_take_are_left(why):
+    q, k, weights, mask = scan_arrays(3, 5, keys=31 if why == "cells" else CELLS, dim=256)
+    if why == "type":
+        k = Blocks("q6_k", np.zeros((2, CELLS, 210), np.uint8))
+    before = report()
+    with_kvedge = scan(q, k, weights, mask)
+    assert report().scans == before.scans
+    assert sum(report().left.values()) == sum(before.left.values()) + 1
+    disable()
+    np.testing.assert_array_equal(with_kvedge, scan(q, k, weights, mask))
