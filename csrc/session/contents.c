@@ -9,9 +9,7 @@
 
 #define PART(part, prefix)                                                                                             \
   {part, KEY_CODES, prefix "key_codes"}, {part, KEY_SCALES, prefix "key_scales"},                                      \
-      {part, VALUE_CODES, prefix "value_codes"}, {                                                                     \
-    part, VALUE_SCALES, prefix "value_scales"                                                                          \
-  }
+      {part, VALUE_CODES, prefix "value_codes"}, {part, VALUE_SCALES, prefix "value_scales"}
 const kvedge_tensor_name kvedge_tensors[NUM_TENSORS] = {
     PART(FIRST_TOKENS, "first."),
     {OWN_ROWS, KEY_CODES,    "key_codes"   },

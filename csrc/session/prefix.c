@@ -8,10 +8,8 @@
 #include "system/float_mode.h"
 
 enum { BLOCK = 256, LONGEST_NAME = 48 };
-enum {
-  AT = NUM_TENSORS,
-  NUM_ARRAYS
-}; /* "at": the positions of a layer in a checkpoint; the others by kvedge_tensors */
+/* The arrays of a layer: those of kvedge_tensors, then "at", its positions in a checkpoint. */
+enum { AT = NUM_TENSORS, NUM_ARRAYS };
 
 typedef struct {
   kvedge_session_prefix prefix; /* the first member: what the caller has of it */
@@ -360,9 +358,11 @@ static const char *describe(lone_layer *own, const prefix_path *path, int index,
         positions[2] != stop_of(&last->prefix))
       return "a layer is at positions that its checkpoint is not";
   }
-  for (int i = 0; i < path->num_files; i++)
+  for (int i = positions[0] ? path->num_files - 1 : 0; i < path->num_files; i++) /* those whose shapes walk() checks */
     for (int n = 0; n < NUM_TENSORS; n++) {
-      const kvedge_tensor *t = kvedge_tensors[n].column >= KEY_OFFSET ? array_of(file_of(path, i), index, n) : NULL;
+      const int is_end = i == 0 || i == path->num_files - 1;
+      const kvedge_tensor *t =
+          is_end && kvedge_tensors[n].column >= KEY_OFFSET ? array_of(file_of(path, i), index, n) : NULL;
       if (t) own->tensors.at[OWN_ROWS][kvedge_tensors[n].column] = t->data;
     }
   own->layer.has_key_offset = own->tensors.at[OWN_ROWS][KEY_OFFSET] != NULL;
