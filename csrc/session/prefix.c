@@ -345,6 +345,7 @@ static const char *describe(lone_layer *own, const prefix_path *path, int index,
   const prefix_file *last = file_of(path, path->num_files - 1);
   const kvedge_tensor *at = array_of(last, index, AT);
   const kvedge_session plain = {.num_layers = 1};
+  const kvedge_tensor *vectors[2] = {NULL, NULL};
   int64_t positions[3] = {0};
   memset(own, 0, sizeof *own);
   own->layer = kvedge_contents_layer(&(kvedge_contents){.session = &plain, .layers = layer}, 0);
@@ -360,10 +361,12 @@ static const char *describe(lone_layer *own, const prefix_path *path, int index,
   }
   for (int i = positions[0] ? path->num_files - 1 : 0; i < path->num_files; i++) /* those whose shapes walk() checks */
     for (int n = 0; n < NUM_TENSORS; n++) {
-      const int is_end = i == 0 || i == path->num_files - 1;
-      const kvedge_tensor *t =
-          is_end && kvedge_tensors[n].column >= KEY_OFFSET ? array_of(file_of(path, i), index, n) : NULL;
-      if (t) own->tensors.at[OWN_ROWS][kvedge_tensors[n].column] = t->data;
+      const kvedge_tensor *t = array_of(file_of(path, i), index, n);
+      if (!t || kvedge_tensors[n].column < KEY_OFFSET) continue;
+      const kvedge_tensor **vector = &vectors[kvedge_tensors[n].column - KEY_OFFSET];
+      if (*vector && ((*vector)->bytes != t->bytes || memcmp((*vector)->data, t->data, (size_t)t->bytes)))
+        return "files of a path have different key offsets or key scales";
+      *vector = t, own->tensors.at[OWN_ROWS][kvedge_tensors[n].column] = t->data;
     }
   own->layer.has_key_offset = own->tensors.at[OWN_ROWS][KEY_OFFSET] != NULL;
   own->layer.has_key_scale = own->tensors.at[OWN_ROWS][KEY_SCALE] != NULL;
