@@ -119,7 +119,7 @@ def follow(conditions, word, condition):
 
 def without_comments(text):
     """Return C without comments and strings."""
-    return re.sub(r'/\*.*?\*/|"(?:\\.|[^"\\])*"', " ", text, flags=re.DOTALL)
+    return re.sub(r"""/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])'""", " ", text, flags=re.DOTALL)
 
 
 def made_by_macros(text, macros):

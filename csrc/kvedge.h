@@ -434,6 +434,44 @@ const kvedge_session *kvedge_session_held(const kvedge_session_reader *reader);
  * reads the layers meanwhile. States are checked too: from then on the caller may copy what the reader tells of them. */
 kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_layer *const *layers, const char **why);
 
+/* Files of a prefix store, which kvedge.PrefixStore of Python writes (docs/prefix_store.md): blocks of 256 tokens, and
+ * checkpoints, which have the tokens behind the last block, and what windows, first and last tokens need besides. A sequence is a
+ * path of them, each of which names the one before: blocks from the first on, then a checkpoint or none. docs/c_api.md says how
+ * to keep a store.
+ *
+ *   of every file:  kvedge_session_prefix_bytes(data, bytes, &needed, &why);
+ *                   kvedge_session_read_prefix(data, bytes, memory, needed, &path[i], &why);
+ *   kvedge_session_load_prefix(path, num_files, layers, num_layers, &why); */
+typedef struct {
+  int is_checkpoint;      /* 0: a block */
+  int64_t start, num_ids; /* the position of its first token, and how many it has: 0..256 */
+  const void *ids;        /* int32_t[num_ids], little-endian, at any address of the file */
+  char digest[65];        /* SHA-256 of what it holds, which is its name too; ended by a NUL */
+  char parent[65];        /* that of the file before; "": there is none */
+  const char *
+      identity; /* of a first file: what computed the tokens, and how they are stored; else "". UTF-8, which no NUL ends */
+  const char *variant; /* how keys are stored, where tokens decide that; the same in all of a path */
+  size_t identity_bytes, variant_bytes;
+  int num_layers; /* it has arrays of none but the first ones */
+  int is_checked; /* 1: loading has compared the file with its digest, and does so no more; at first 0 */
+} kvedge_session_prefix;
+
+/* The memory that reading needs, aligned to 16 bytes, and what a file says of itself, in `memory`; data and memory are the
+ * prefix's until it is used no more. Nothing of the file but its header and ids is looked at. Files with other arrays than those of
+ * keys and values (states, index keys, llama.cpp's) are refused. */
+kvedge_status kvedge_session_prefix_bytes(const void *data, size_t bytes, size_t *needed, const char **why);
+kvedge_status kvedge_session_read_prefix(const void *data, size_t bytes, void *memory, size_t memory_bytes,
+                                         kvedge_session_prefix **prefix, const char **why);
+
+/* Fills layers with the tokens of a path, which are those before the end of its last file: all of them or none, after files
+ * have been compared with their digests, and every number is checked. Layer i is that of number i; they are different ones, empty,
+ * and of the configs that the sequence was stored from, with room for it. Ids and identity are the caller's to compare. Key offset and key scale become
+ * those of the files. A layer that had dropped tokens holds fewer, its last ones: the caller looks whether its window is there.
+ * Layers with recent or sinks, or in runs, need a path that ends with a checkpoint; of others kvedge_layer_set_len then gives any
+ * beginning. A file is in one call at a time, and nobody reads the layers meanwhile. */
+kvedge_status kvedge_session_load_prefix(kvedge_session_prefix *const *path, int num_files, kvedge_layer *const *layers,
+                                         int num_layers, const char **why);
+
 /* ---- Attention ---------------------------------------------------------------------------- */
 
 /* Start from kvedge_attention_defaults() and change what is needed. */

@@ -263,6 +263,29 @@ cdef extern from "kvedge.h" nogil:
     kvedge_status kvedge_session_load(
         const kvedge_session_reader *reader, kvedge_layer *const *layers, const char **why)
 
+    ctypedef struct kvedge_session_prefix:
+        int is_checkpoint
+        int64_t start
+        int64_t num_ids
+        const void *ids
+        char digest[65]
+        char parent[65]
+        const char *identity
+        const char *variant
+        size_t identity_bytes
+        size_t variant_bytes
+        int num_layers
+        int is_checked
+
+    kvedge_status kvedge_session_prefix_bytes(
+        const void *data, size_t bytes, size_t *needed, const char **why)
+    kvedge_status kvedge_session_read_prefix(
+        const void *data, size_t bytes, void *memory, size_t memory_bytes,
+        kvedge_session_prefix **prefix, const char **why)
+    kvedge_status kvedge_session_load_prefix(
+        kvedge_session_prefix *const *path, int num_files, kvedge_layer *const *layers,
+        int num_layers, const char **why)
+
     void kvedge_attention_defaults(kvedge_attention_options *options)
     kvedge_status kvedge_attend(
         const kvedge_layer *layer, const float *query, int64_t num_rows, int num_heads,

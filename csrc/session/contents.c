@@ -253,6 +253,19 @@ const char *kvedge_contents_fault(const kvedge_contents *contents) {
   return metadata_fault(session);
 }
 
+const char *kvedge_ends_fault(const kvedge_contents *contents, int index) {
+  enum { ROOM = 64 }; /* last tokens that files may hold beside those that are kept */
+  const kvedge_session *session = contents->session;
+  const kvedge_session_layer *layer = &session->layers[index];
+  const kvedge_layer_tensors *tensors = &contents->tensors[index];
+  const int64_t kept = kvedge_kept_rows(&layer->config);
+  if (tensors->num_first > layer->config.sinks || tensors->num_first > kvedge_stored_tokens(session, layer) ||
+      tensors->num_last > (kept ? kept + ROOM : 0) ||
+      tensors->num_last > session->length - kvedge_first_position(layer))
+    return "a layer has more first or last tokens than its metadata says";
+  return NULL;
+}
+
 int kvedge_compare_states(const kvedge_session_state *a, const kvedge_session_state *b) {
   return a->layer != b->layer ? (a->layer > b->layer) - (a->layer < b->layer) : strcmp(a->name, b->name);
 }
@@ -461,17 +474,14 @@ void kvedge_put_tensor_name(kvedge_output *out, const char *folder, int number, 
   kvedge_put_text(out, "."), kvedge_put_text(out, name);
 }
 
-static int take_into_digest(void *sha, const void *data, size_t bytes) {
+int kvedge_take_into_digest(void *sha, const void *data, size_t bytes) {
   kvedge_sha256_take(sha, data, bytes);
   return 0;
 }
 
 void kvedge_put_data(kvedge_output *out, const kvedge_tensor *t) { kvedge_put(out, t->data, (size_t)t->bytes); }
 
-static void put_into_digest(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number,
-                            const char *name) {
-  kvedge_put_text(out, "[\"");
-  kvedge_put_tensor_name(out, folder, number, name);
+void kvedge_put_digested(kvedge_output *out, const kvedge_tensor *t) {
   kvedge_put_text(out, "\", \""), kvedge_put_text(out, t->type), kvedge_put_text(out, "\", [");
   for (int d = 0; d < t->num_dims; d++) {
     if (d > 0) kvedge_put_text(out, ", ");
@@ -481,10 +491,17 @@ static void put_into_digest(kvedge_output *out, const kvedge_tensor *t, const ch
   kvedge_put_data(out, t);
 }
 
+static void put_into_digest(kvedge_output *out, const kvedge_tensor *t, const char *folder, int number,
+                            const char *name) {
+  kvedge_put_text(out, "[\"");
+  kvedge_put_tensor_name(out, folder, number, name);
+  kvedge_put_digested(out, t);
+}
+
 void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_DIGEST]) {
   kvedge_sha256 sha;
   kvedge_sha256_begin(&sha);
-  kvedge_output out = kvedge_output_to(take_into_digest, &sha);
+  kvedge_output out = kvedge_output_to(kvedge_take_into_digest, &sha);
   kvedge_put_metadata(&out, contents, NULL);
   kvedge_each_tensor(contents, 0, put_into_digest, &out);
   kvedge_output_flush(&out);

@@ -63,6 +63,9 @@ void kvedge_put_data(kvedge_output *out, const kvedge_tensor *t);
 /* Is the session one that kvedge writes? The sentence that says why not, or NULL. The configs are valid ones. */
 const char *kvedge_contents_fault(const kvedge_contents *contents);
 
+/* Of the number of a layer's first and last tokens in a file. */
+const char *kvedge_ends_fault(const kvedge_contents *contents, int index);
+
 /* Of its states, which are not looked at above. */
 const char *kvedge_states_fault(const kvedge_session *session);
 
@@ -88,6 +91,10 @@ const char *kvedge_version_of(const kvedge_contents *contents);
 
 /* The metadata, as in a file's header; without a digest, as the digest covers it. */
 void kvedge_put_metadata(kvedge_output *out, const kvedge_contents *contents, const char *digest);
+
+/* What the digest covers of a tensor behind its name; a sink that takes it into a kvedge_sha256. */
+void kvedge_put_digested(kvedge_output *out, const kvedge_tensor *t);
+int kvedge_take_into_digest(void *sha, const void *data, size_t bytes);
 
 /* SHA-256 of all but itself, as hexadecimal digits. */
 void kvedge_contents_digest(const kvedge_contents *contents, char digest[KVEDGE_DIGEST]);

@@ -8,19 +8,14 @@
 
 /* ---- Layers -------------------------------------------------------------------------------------------------------- */
 
-/* Are they different ones, empty, of the configs that the file tells, and with room? */
-static kvedge_status check_layers(const kvedge_session *session, kvedge_layer *const *layers) {
-  for (int i = 0; i < session->num_layers; i++) {
-    const kvedge_session_layer *of = &session->layers[i];
-    int64_t start;
-    if (!layers[i] || kvedge_layer_range(layers[i], &start) > 0) return KVEDGE_ERROR_ARGUMENT;
-    for (int j = 0; j < i; j++)
-      if (layers[j] == layers[i]) return KVEDGE_ERROR_ARGUMENT;
-    if (!kvedge_stored_alike(&layers[i]->config, &of->config)) return KVEDGE_ERROR_ARGUMENT;
-    if (kvedge_has_ranges(layers[i])) start = 0; /* it is filled from the start of its arrays */
-    if (session->length - kvedge_first_position(of) > layers[i]->config.capacity - start) return KVEDGE_ERROR_CAPACITY;
-  }
-  return KVEDGE_OK;
+kvedge_status kvedge_check_layer(const kvedge_session_layer *of, int64_t length, kvedge_layer *const *layers, int i) {
+  int64_t start;
+  if (!layers[i] || kvedge_layer_range(layers[i], &start) > 0) return KVEDGE_ERROR_ARGUMENT;
+  for (int j = 0; j < i; j++)
+    if (layers[j] == layers[i]) return KVEDGE_ERROR_ARGUMENT;
+  if (!kvedge_stored_alike(&layers[i]->config, &of->config)) return KVEDGE_ERROR_ARGUMENT;
+  if (kvedge_has_ranges(layers[i])) start = 0; /* it is filled from the start of its arrays */
+  return length - kvedge_first_position(of) > layers[i]->config.capacity - start ? KVEDGE_ERROR_CAPACITY : KVEDGE_OK;
 }
 
 /* ---- Numbers ------------------------------------------------------------------------------------------------------- */
@@ -126,7 +121,7 @@ static const char *part_fault(const kvedge_contents *contents, int index, int pa
   return NULL;
 }
 
-static const char *layer_fault(const kvedge_contents *contents, int index) {
+const char *kvedge_numbers_fault(const kvedge_contents *contents, int index) {
   const kvedge_tensor offset = kvedge_contents_tensor(contents, index, OWN_ROWS, KEY_OFFSET);
   const kvedge_tensor scale = kvedge_contents_tensor(contents, index, OWN_ROWS, KEY_SCALE);
   const char *fault = NULL;
@@ -166,7 +161,15 @@ static void copy_part(const kvedge_contents *contents, int index, int part, kved
   }
 }
 
-static void fill_layer(kvedge_layer *layer, const kvedge_contents *contents, int index) {
+void kvedge_fill_rows(kvedge_layer *layer, const kvedge_contents *contents, int index, int64_t first) {
+  const kvedge_session_layer *of = &contents->session->layers[index];
+  int64_t start = 0;
+  if (!kvedge_has_ranges(layer)) kvedge_layer_range(layer, &start);
+  copy_part(contents, index, kvedge_in_runs(&of->config) ? RUNS : OWN_ROWS, layer,
+            start + kvedge_first_position(of) - first);
+}
+
+void kvedge_fill_rest(kvedge_layer *layer, const kvedge_contents *contents, int index) {
   const kvedge_session *session = contents->session;
   const kvedge_session_layer *of = &session->layers[index];
   const char *const *own = contents->tensors[index].at[OWN_ROWS];
@@ -176,9 +179,6 @@ static void fill_layer(kvedge_layer *layer, const kvedge_contents *contents, int
   layer->keys.offset = of->has_key_offset ? layer->key_vectors : NULL;
   layer->keys.scale = of->has_key_scale ? layer->key_vectors + n : NULL;
   if (!kvedge_has_ranges(layer)) {
-    int64_t start;
-    kvedge_layer_range(layer, &start);
-    copy_part(contents, index, OWN_ROWS, layer, start);
     kvedge_layer_set_len(layer, kvedge_stored_tokens(session, of));
     return;
   }
@@ -190,7 +190,6 @@ static void fill_layer(kvedge_layer *layer, const kvedge_contents *contents, int
                                 .last_row = last,
                                 .num_first = kvedge_part_tokens(contents, index, FIRST_TOKENS),
                                 .first_stop = of->config.sinks};
-  copy_part(contents, index, kvedge_in_runs(&of->config) ? RUNS : OWN_ROWS, layer, 0);
   copy_part(contents, index, FIRST_TOKENS, layer->first, 0);
   copy_part(contents, index, LAST_TOKENS, layer->last, 0);
   kvedge_layer_set_ranges(layer, &ranges);
@@ -202,16 +201,21 @@ kvedge_status kvedge_session_load(const kvedge_session_reader *reader, kvedge_la
   if (!reader || (!layers && reader->session.num_layers)) return KVEDGE_ERROR_ARGUMENT;
   const kvedge_contents contents = {.session = &reader->session, .tensors = reader->tensors};
   const int num_layers = reader->session.num_layers;
-  const kvedge_status status = check_layers(&reader->session, layers);
-  if (status != KVEDGE_OK) return status;
+  for (int i = 0; i < num_layers; i++) {
+    const kvedge_status status = kvedge_check_layer(&reader->session.layers[i], reader->session.length, layers, i);
+    if (status != KVEDGE_OK) return status;
+  }
   char digest[KVEDGE_DIGEST];
   kvedge_contents_digest(&contents, digest);
   const char *fault = NULL;
   if (memcmp(digest, reader->digest, KVEDGE_DIGEST)) fault = "it does not match its sha256: it was changed or damaged";
-  for (int i = 0; i < num_layers && !fault; i++) fault = layer_fault(&contents, i);
+  for (int i = 0; i < num_layers && !fault; i++) fault = kvedge_numbers_fault(&contents, i);
   for (int i = 0; i < reader->session.num_states && !fault; i++) fault = state_fault(&reader->session.states[i]);
   if (why) *why = fault;
   if (fault) return KVEDGE_ERROR_FILE;
-  for (int i = 0; i < num_layers; i++) fill_layer(layers[i], &contents, i);
+  for (int i = 0; i < num_layers; i++) {
+    kvedge_fill_rows(layers[i], &contents, i, kvedge_first_position(&reader->session.layers[i]));
+    kvedge_fill_rest(layers[i], &contents, i);
+  }
   return KVEDGE_OK;
 }

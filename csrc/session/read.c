@@ -71,8 +71,7 @@ typedef struct {
   kvedge_session_layer first;
 } header;
 
-/* Goes past a short string without a NUL in it, which one ends in `text`. */
-static int read_text(kvedge_json *json, char *text, size_t room) {
+int kvedge_read_text(kvedge_json *json, char *text, size_t room) {
   const int64_t bytes = kvedge_json_string(json, text, room - 1);
   if (bytes < 0) return 0;
   text[bytes] = 0;
@@ -86,7 +85,7 @@ static int is_user_key(const kvedge_json *json) {
 static const char *read_field(header *head, kvedge_json *json) {
   char name[24];
   int i = 0;
-  if (!read_text(json, name, sizeof name)) i = NUM_FIELDS;
+  if (!kvedge_read_text(json, name, sizeof name)) i = NUM_FIELDS;
   else if (!strcmp(name, "key_turns"))
     return "its keys were shifted and are stored as before, which only Python reads: requantize() stores them turned";
   while (i < NUM_FIELDS && strcmp(field_names[i], name)) i++;
@@ -94,7 +93,7 @@ static const char *read_field(header *head, kvedge_json *json) {
   if (head->has[i]++) return "its metadata has a field twice";
   if (!kvedge_json_next(json, ':')) return "its metadata is no JSON";
   if (i != LAYERS)
-    return read_text(json, head->field[i], LONGEST_FIELD) ? NULL : "a field of its metadata is none of kvedge's";
+    return kvedge_read_text(json, head->field[i], LONGEST_FIELD) ? NULL : "a field of its metadata is none of kvedge's";
   head->layers = *json;
   const int64_t bytes = kvedge_json_string(json, NULL, 0);
   head->layers_bytes = (size_t)bytes;
@@ -125,15 +124,14 @@ static const char *read_metadata(header *head, kvedge_json *json) {
 
 /* ---- What the fields mean ----------------------------------------------------------------------------------------- */
 
-/* Text that is a number and nothing else, as kvedge writes it. */
-static int number_of(const char *text, int64_t *number) {
+int kvedge_number_of(const char *text, int64_t *number) {
   kvedge_json json = {text, text + strlen(text)};
   return *text >= '0' && *text <= '9' && kvedge_json_number(&json, number) && json.at == json.end;
 }
 
 static int small_number_of(const char *text, int *number) {
   int64_t wide;
-  if (!number_of(text, &wide) || wide > INT_MAX) return 0;
+  if (!kvedge_number_of(text, &wide) || wide > INT_MAX) return 0;
   *number = (int)wide;
   return 1;
 }
@@ -272,10 +270,10 @@ static const char *read_fields(header *head) {
   if (!small_number_of(head->field[NUM_LAYERS], &session->num_layers) || session->num_layers < (*version != '3') ||
       session->num_layers > KVEDGE_MAX_LAYERS)
     return "its num_layers is not 1 to 4096";
-  if (!number_of(head->field[LENGTH], &session->length) || session->length > KVEDGE_MAX_TOKENS)
+  if (!kvedge_number_of(head->field[LENGTH], &session->length) || session->length > KVEDGE_MAX_TOKENS)
     return "its length is no number of tokens";
   if (*head->field[MAX_SEQ_LEN] &&
-      (!number_of(head->field[MAX_SEQ_LEN], &session->max_seq_len) || session->max_seq_len < 1))
+      (!kvedge_number_of(head->field[MAX_SEQ_LEN], &session->max_seq_len) || session->max_seq_len < 1))
     return "its max_seq_len is no number of tokens";
   const char *fault = auto_field(head->field[KEY_OFFSETS], 1, &session->auto_key_offset);
   if (!fault)
@@ -294,22 +292,16 @@ static int read_numbers(kvedge_json *json, int64_t *numbers, int most) {
   return kvedge_json_next(json, ']') ? n : 0;
 }
 
-/* What the header says of a tensor. */
-typedef struct {
-  char type[16];
-  int num_dims;
-  int64_t shape[KVEDGE_MAX_STATE_AXES], offsets[2];
-} entry;
-
-static const char *read_entry(kvedge_json *json, entry *e) {
+const char *kvedge_read_entry(kvedge_json *json, kvedge_entry *e) {
   char name[16];
   int has_type = 0, has_offsets = 0;
   e->num_dims = 0;
   if (!kvedge_json_next(json, ':') || !kvedge_json_next(json, '{')) return "its header is no JSON";
   do {
-    if (!read_text(json, name, sizeof name) || !kvedge_json_next(json, ':')) return "its header is no JSON of tensors";
+    if (!kvedge_read_text(json, name, sizeof name) || !kvedge_json_next(json, ':'))
+      return "its header is no JSON of tensors";
     if (!strcmp(name, "dtype")) {
-      if (has_type++ || !read_text(json, e->type, sizeof e->type)) return "a tensor's dtype is none of kvedge's";
+      if (has_type++ || !kvedge_read_text(json, e->type, sizeof e->type)) return "a tensor's dtype is none of kvedge's";
     } else if (!strcmp(name, "shape")) {
       if (e->num_dims || !(e->num_dims = read_numbers(json, e->shape, KVEDGE_MAX_STATE_AXES)))
         return "a tensor's shape is none of kvedge's";
@@ -332,32 +324,41 @@ enum { LONGEST_NAME = 48 };
 static const char *count_states(header *head) {
   kvedge_json json = head->entries;
   char name[LONGEST_NAME];
-  entry e;
+  kvedge_entry e;
   while (kvedge_json_next(&json, ',')) {
-    if (!read_text(&json, name, sizeof name)) return "it has a tensor that no layer has";
-    const char *fault = read_entry(&json, &e);
+    if (!kvedge_read_text(&json, name, sizeof name)) return "it has a tensor that no layer has";
+    const char *fault = kvedge_read_entry(&json, &e);
     if (fault) return fault;
     if (is_state(name)) head->num_states++;
   }
   return head->num_states || head->session.num_layers ? NULL : "it has no layers";
 }
 
-/* The header up to its tensors. */
-static const char *read_header(header *head, const void *data, size_t bytes) {
+const char *kvedge_open_file(kvedge_file *file, const void *data, size_t bytes) {
   const uint8_t *from = data;
   uint64_t size = 0;
-  memset(head, 0, sizeof *head);
   if (bytes < 8) return "it is too short for a safetensors file";
   for (int i = 0; i < 8; i++) size |= (uint64_t)from[i] << 8 * i;
   if (size > KVEDGE_MAX_HEADER || size > bytes - 8) return "its header is longer than the file, or than headers may be";
   kvedge_json json = {(const char *)data + 8, (const char *)data + 8 + size};
-  head->tensors = json.end, head->tensor_bytes = bytes - 8 - size;
+  file->tensors = json.end, file->tensor_bytes = bytes - 8 - size;
   char name[16];
   if (json.at == json.end || *json.at != '{') return "it is no safetensors file";
   json.at++;
-  if (!read_text(&json, name, sizeof name) || strcmp(name, "__metadata__") || !kvedge_json_next(&json, ':'))
-    return "its header does not begin with metadata: it is no session of kvedge";
-  const char *fault = read_metadata(head, &json);
+  if (!kvedge_read_text(&json, name, sizeof name) || strcmp(name, "__metadata__") || !kvedge_json_next(&json, ':'))
+    return "its header does not begin with metadata: it is no file of kvedge";
+  file->header = json;
+  return NULL;
+}
+
+/* The header up to its tensors. */
+static const char *read_header(header *head, const void *data, size_t bytes) {
+  memset(head, 0, sizeof *head);
+  kvedge_file file;
+  const char *fault = kvedge_open_file(&file, data, bytes);
+  if (fault) return fault;
+  head->tensors = file.tensors, head->tensor_bytes = file.tensor_bytes;
+  fault = read_metadata(head, &file.header);
   if (!fault) fault = read_fields(head);
   if (!fault && *head->field[FORMAT_VERSION] == '3') fault = count_states(head);
   head->session.num_states = head->num_states;
@@ -432,10 +433,10 @@ static void read_user_metadata(const header *head, places *p) {
 static int read_own(kvedge_json *json, kvedge_session_layer *layer, int *group_size, char scale_type[12]) {
   char name[16], text[12] = "";
   int64_t number = 0;
-  if (!read_text(json, name, sizeof name) || !kvedge_json_next(json, ':')) return 0;
+  if (!kvedge_read_text(json, name, sizeof name) || !kvedge_json_next(json, ':')) return 0;
   kvedge_json_skip(json);
   const int is_text = json->at < json->end && *json->at == '"';
-  if (is_text ? !read_text(json, text, sizeof text) : !kvedge_json_number(json, &number)) return 0;
+  if (is_text ? !kvedge_read_text(json, text, sizeof text) : !kvedge_json_number(json, &number)) return 0;
   kvedge_layer_config *config = &layer->config;
   if (!strcmp(name, "dtype")) return read_format(text, config);
   if (!strcmp(name, "recent_dtype")) return is_text && read_recent_format(text, config);
@@ -525,7 +526,7 @@ static const kvedge_tensor_name *read_tensor_name(kvedge_json *json, int num_lay
   char name[LONGEST_NAME];
   int64_t number;
   *state = (kvedge_session_state){0};
-  if (!read_text(json, name, sizeof name)) return NULL;
+  if (!kvedge_read_text(json, name, sizeof name)) return NULL;
   const int in_state = is_state(name);
   if ((!in_state && strncmp(name, "layers.", 7)) || name[7] < '0' || name[7] > '9') return NULL;
   kvedge_json digits = {name + 7, name + strlen(name)};
@@ -545,7 +546,7 @@ static const kvedge_tensor_name *read_tensor_name(kvedge_json *json, int num_lay
 }
 
 /* Is it the tensor that belongs there, next in the file? */
-static const char *entry_fault(const entry *e, const kvedge_tensor *t, uint64_t offset) {
+static const char *entry_fault(const kvedge_entry *e, const kvedge_tensor *t, uint64_t offset) {
   if (strcmp(e->type, t->type)) return "a tensor has another dtype than its metadata says";
   if (e->num_dims != t->num_dims || memcmp(e->shape, t->shape, (size_t)t->num_dims * sizeof *e->shape))
     return "a tensor has another shape than its metadata says";
@@ -560,30 +561,25 @@ static const char *count_tokens(const header *head, places *p, const kvedge_sess
   memset(p->tensors, 0, (size_t)session->num_layers * sizeof *p->tensors);
   while (kvedge_json_next(&json, ',')) {
     int index;
-    entry e;
+    kvedge_entry e;
     kvedge_session_state state;
     const kvedge_tensor_name *name = read_tensor_name(&json, session->num_layers, &index, &state);
     if (!name) return "it has a tensor that no layer has";
-    const char *fault = read_entry(&json, &e);
+    const char *fault = kvedge_read_entry(&json, &e);
     if (fault) return fault;
     if (*state.name || name->column != KEY_CODES) continue;
     if (name->part == FIRST_TOKENS) p->tensors[index].num_first = e.shape[0];
     if (name->part == LAST_TOKENS) p->tensors[index].num_last = e.shape[0];
   }
-  enum { ROOM = 64 }; /* last tokens that files may hold beside those that are kept */
-  for (int i = 0; i < session->num_layers; i++) {
-    const kvedge_session_layer *layer = &session->layers[i];
-    const int64_t kept = kvedge_kept_rows(&layer->config), num_last = p->tensors[i].num_last;
-    if (p->tensors[i].num_first > layer->config.sinks ||
-        p->tensors[i].num_first > kvedge_stored_tokens(session, layer) || num_last > (kept ? kept + ROOM : 0) ||
-        num_last > session->length - kvedge_first_position(layer))
-      return "a layer has more first or last tokens than its metadata says";
-  }
-  return NULL;
+  const kvedge_contents contents = {.session = session, .tensors = p->tensors};
+  const char *fault = NULL;
+  for (int i = 0; i < session->num_layers && !fault; i++) fault = kvedge_ends_fault(&contents, i);
+  return fault;
 }
 
 /* An array of a state, next in the file. */
-static const char *read_state(const entry *e, kvedge_session_state *state, const header *head, uint64_t *offset) {
+static const char *read_state(const kvedge_entry *e, kvedge_session_state *state, const header *head,
+                              uint64_t *offset) {
   state->type = !strcmp(e->type, "F16")    ? KVEDGE_TYPE_FLOAT16
                 : !strcmp(e->type, "BF16") ? KVEDGE_TYPE_BFLOAT16
                                            : KVEDGE_TYPE_FLOAT32;
@@ -607,12 +603,12 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
   int num_states = 0;
   while (kvedge_json_next(&json, ',')) {
     int index;
-    entry e;
+    kvedge_entry e;
     kvedge_session_state state;
     const kvedge_tensor_name *name =
         read_tensor_name(&json, session->num_layers, &index, &state); /* as count_tokens has seen */
     if (*state.name) {
-      read_entry(&json, &e);
+      kvedge_read_entry(&json, &e);
       if (num_states == head->num_states) return "it has a state, which its version does not hold";
       const char *fault = read_state(&e, &state, head, &offset);
       if (fault) return fault;
@@ -626,7 +622,7 @@ static const char *read_tensors(const header *head, places *p, const kvedge_sess
     if (name->column == KEY_OFFSET && !kvedge_side_format(&layer->config, 0)->has_scales)
       return "it has a key offset of rows without scales";
     const kvedge_tensor t = kvedge_contents_tensor(&contents, index, name->part, name->column);
-    read_entry(&json, &e);
+    kvedge_read_entry(&json, &e);
     const char *fault = entry_fault(&e, &t, offset);
     if (fault) return fault;
     if (t.bytes > head->tensor_bytes - offset) return "it ends before its last tensor";

@@ -6,6 +6,8 @@
  *   FROM TO ROWS OUT TOKENS QUERIES GROUP
  *       ROWS, float: for each layer keys [TOKENS][num_kv_heads][head_dim], values, then queries of the last QUERIES tokens
  *       [QUERIES][num_kv_heads * GROUP][head_dim]; OUT gets what attention gives
+ *   FROM TO path FILE...
+ *       the layers get what a path of a prefix store's files holds, in place of what FROM holds
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -72,6 +74,39 @@ static void grow(kvedge_session *session, kvedge_session_layer *of, kvedge_layer
   free(rows);
 }
 
+enum { MOST_WORDS = 16 };
+
+/* Fills layers from the files of a path, and tells what they then hold. */
+static kvedge_status load_path(char **names, int num_files, kvedge_session *session, kvedge_session_layer *of,
+                               kvedge_layer **layers, const char **why) {
+  void *data[MOST_WORDS], *memory[MOST_WORDS];
+  kvedge_session_prefix *path[MOST_WORDS];
+  kvedge_status status = KVEDGE_OK;
+  int n = 0;
+  for (; n < num_files && status == KVEDGE_OK; n++) {
+    size_t bytes, needed;
+    data[n] = read_file(names[n], &bytes), memory[n] = NULL;
+    status = kvedge_session_prefix_bytes(data[n], bytes, &needed, why);
+    if (status != KVEDGE_OK) continue;
+    memory[n] = malloc(needed);
+    MUST(kvedge_session_read_prefix(data[n], bytes, memory[n], needed - 1, &path[n], why) == KVEDGE_ERROR_MEMORY);
+    status = kvedge_session_read_prefix(data[n], bytes, memory[n], needed, &path[n], why);
+  }
+  if (status == KVEDGE_OK) status = kvedge_session_load_prefix(path, num_files, layers, session->num_layers, why);
+  for (int i = 0; i < session->num_layers; i++) {
+    const int64_t len = kvedge_layer_len(layers[i]);
+    if (status != KVEDGE_OK) MUST(len == 0);
+    else of[i].dropped = session->length - len;
+  }
+  if (status == KVEDGE_OK) {
+    MUST(path[n - 1]->start + path[n - 1]->num_ids == session->length && path[0]->is_checked);
+    for (int i = 0; i < session->num_layers; i++) MUST(kvedge_layer_set_len(layers[i], 0) == KVEDGE_OK);
+    MUST(kvedge_session_load_prefix(path, n, layers, session->num_layers, why) == KVEDGE_OK);
+  }
+  for (int i = 0; i < n; i++) free(data[i]), free(memory[i]);
+  return status;
+}
+
 static void copy(int num_words, char **words) {
   size_t bytes, needed;
   void *data = read_file(words[0], &bytes);
@@ -94,10 +129,12 @@ static void copy(int num_words, char **words) {
     of[i].config.capacity += 3;
     DO(kvedge_layer_create(&of[i].config, NULL, &layers[i]));
   }
-  status = kvedge_session_load(reader, layers, &why);
+  if (num_words > 3 && !strcmp(words[2], "path"))
+    status = load_path(words + 3, num_words - 3, &session, of, layers, &why);
+  else status = kvedge_session_load(reader, layers, &why);
   if (status == KVEDGE_OK) {
     session.layers = of;
-    if (num_words == 7) grow(&session, of, layers, words + 2);
+    if (num_words == 7 && strcmp(words[2], "path")) grow(&session, of, layers, words + 2);
     FILE *to = fopen(words[1], "wb");
     MUST(to && kvedge_session_write(&session, layers, put, to) == KVEDGE_OK && fclose(to) == 0);
   } else {
@@ -108,12 +145,12 @@ static void copy(int num_words, char **words) {
 }
 
 int main(void) {
-  char line[1 << 14], *words[7];
+  char line[1 << 14], *words[MOST_WORDS];
   while (fgets(line, sizeof line, stdin)) {
     int num_words = 0;
-    for (char *word = strtok(line, "\t\n"); word && num_words < 7; word = strtok(NULL, "\t\n"))
+    for (char *word = strtok(line, "\t\n"); word && num_words < MOST_WORDS; word = strtok(NULL, "\t\n"))
       words[num_words++] = word;
-    MUST(num_words == 2 || num_words == 7);
+    MUST(num_words == 2 || num_words == 7 || (num_words > 3 && !strcmp(words[2], "path")));
     copy(num_words, words);
     printf("\n"), fflush(stdout);
   }
