@@ -73,7 +73,7 @@ _TYPES = (int, int, str, str, str, int, bytes, str, int, int, int)  # of a row
 
 
 # What SQLite says where the index is as it should be.
-_NO_DAMAGE = ("locked", "unable to open", "full", "disk I/O", "busy")
+_NO_DAMAGE = ("locked", "unable to open", "full", "disk I/O", "busy", "readonly")
 
 
 class Index:

@@ -13,13 +13,14 @@ import json
 import logging
 import os
 import struct
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvedge.errors import InvalidArgumentError
+from kvedge.errors import InvalidArgumentError, KvedgeError
 from kvedge.store.entries import BLOCK, Entry, Known
 from kvedge.store.index import Node
 from kvedge.store.prefix_store import PrefixStore
@@ -165,7 +166,8 @@ class PrefixCache:
         llm = llama_cpp.Llama(path, n_ctx=8192)
         llm.set_cache(kvedge.llama_cpp.PrefixCache(llm, kvedge.PrefixStore("prompts")))
 
-    A state that llama.cpp refuses is not used. Nothing is unpickled. Each prompt's tokens, and
+    A state that llama.cpp refuses is not used, and a store that fails (a full disk) is warned of.
+    Nothing is unpickled. Each prompt's tokens, and
     those of them that came from the store, are logged (``kvedge.llama_cpp``, INFO).
 
     Parameters
@@ -214,7 +216,11 @@ class PrefixCache:
         ``Llama`` goes on with what its context has. There is nothing left for it to load.
         """
         llm, ids = self._llm, np.asarray(key)
-        length = self._states.load(ids[:-1], _common(llm._input_ids, ids))
+        try:
+            length = self._states.load(ids[:-1], _common(llm._input_ids, ids))
+        except (OSError, KvedgeError) as error:
+            warnings.warn(f"the prompt is not looked up: {error}", RuntimeWarning, stacklevel=2)
+            length = None
         if length is not None:
             llm.input_ids[:length] = ids[:length]
             llm.n_tokens, llm._requires_eval = length, True
@@ -225,8 +231,12 @@ class PrefixCache:
     def __setitem__(self, key: Sequence[int], state: object) -> None:
         """Store what the context holds of a sequence; llama-cpp-python's own state is not used."""
         ids = np.asarray(self._llm._input_ids)
-        if len(ids) and _common(ids, np.asarray(key)) == len(ids):
+        if not len(ids) or _common(ids, np.asarray(key)) < len(ids):
+            return
+        try:
             self._states.save(ids)
+        except (OSError, KvedgeError) as error:
+            warnings.warn(f"the prompt is not stored: {error}", RuntimeWarning, stacklevel=2)
 
 
 def identity_of(path: str, params: Any, namespace: str, lora: Sequence[Any] = ()) -> str:
