@@ -467,7 +467,7 @@ kvedge_status kvedge_session_read_prefix(const void *data, size_t bytes, void *m
  * have been compared with their digests, and every number is checked. Layer i is that of number i; they are different ones, empty,
  * and of the configs that the sequence was stored from, with room for it. Ids and identity are the caller's to compare. Key offset and key scale become
  * those of the files. A layer that had dropped tokens holds fewer, its last ones: the caller looks whether its window is there.
- * Layers with recent or sinks, or in runs, need a path that ends with a checkpoint; of others kvedge_layer_set_len then gives any
+ * Layers with recent, sinks or a window, or in runs, need a path that ends with a checkpoint; of others kvedge_layer_set_len then gives any
  * beginning. A file is in one call at a time, and nobody reads the layers meanwhile. */
 kvedge_status kvedge_session_load_prefix(kvedge_session_prefix *const *path, int num_files, kvedge_layer *const *layers,
                                          int num_layers, const char **why);

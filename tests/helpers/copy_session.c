@@ -100,7 +100,18 @@ static kvedge_status load_path(char **names, int num_files, kvedge_session *sess
   }
   if (status == KVEDGE_OK) {
     MUST(path[n - 1]->start + path[n - 1]->num_ids == session->length && path[0]->is_checked);
+    kvedge_layer *own = layers[0], *small;
+    kvedge_layer_config config = of[0].config;
+    config.capacity = 1;
+    MUST(kvedge_session_load_prefix(path, n, layers, session->num_layers, why) ==
+         KVEDGE_ERROR_ARGUMENT); /* not empty */
     for (int i = 0; i < session->num_layers; i++) MUST(kvedge_layer_set_len(layers[i], 0) == KVEDGE_OK);
+    MUST(kvedge_layer_create(&config, NULL, &small) == KVEDGE_OK);
+    layers[0] = small;
+    MUST(kvedge_session_load_prefix(path, n, layers, session->num_layers, why) == KVEDGE_ERROR_CAPACITY);
+    for (int i = 0; i < session->num_layers; i++) MUST(kvedge_layer_len(layers[i]) == 0);
+    kvedge_layer_destroy(small);
+    layers[0] = own;
     MUST(kvedge_session_load_prefix(path, n, layers, session->num_layers, why) == KVEDGE_OK);
   }
   for (int i = 0; i < n; i++) free(data[i]), free(memory[i]);
