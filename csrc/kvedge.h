@@ -448,11 +448,10 @@ typedef struct {
   const void *ids;        /* int32_t[num_ids], little-endian, at any address of the file */
   char digest[65];        /* SHA-256 of what it holds, which is its name too; ended by a NUL */
   char parent[65];        /* that of the file before; "": there is none */
-  const char *
-      identity; /* of a first file: what computed the tokens, and how they are stored; else "". UTF-8, which no NUL ends */
-  const char *variant; /* how keys are stored, where tokens decide that; the same in all of a path */
-  size_t identity_bytes, variant_bytes;
-  int num_layers; /* it has arrays of none but the first ones */
+  const char *identity;   /* of a first file: what computed the tokens, and how they are stored; else "" */
+  const char *variant;    /* how keys are stored, where tokens decide that; the same in all of a path */
+  size_t identity_bytes, variant_bytes; /* of these, UTF-8 that no NUL ends */
+  int num_layers;                       /* it has arrays of none but the first ones */
   int is_checked; /* 1: loading has compared the file with its digest, and does so no more; at first 0 */
 } kvedge_session_prefix;
 
@@ -464,11 +463,12 @@ kvedge_status kvedge_session_read_prefix(const void *data, size_t bytes, void *m
                                          kvedge_session_prefix **prefix, const char **why);
 
 /* Fills layers with the tokens of a path, which are those before the end of its last file: all of them or none, after files
- * have been compared with their digests, and every number is checked. Layer i is that of number i; they are different ones, empty,
- * and of the configs that the sequence was stored from, with room for it. Ids and identity are the caller's to compare. Key offset and key scale become
- * those of the files. A layer that had dropped tokens holds fewer, its last ones: the caller looks whether its window is there.
- * Layers with recent, sinks or a window, or in runs, need a path that ends with a checkpoint; of others kvedge_layer_set_len then gives any
- * beginning. A file is in one call at a time, and nobody reads the layers meanwhile. */
+ * have been compared with their digests, and every number is checked. Layer i is that of number i; they are different ones,
+ * empty, and of the configs that the sequence was stored from, with room for it. Ids and identity are the caller's to compare.
+ * Key offset and key scale become those of the files. A layer that had dropped tokens holds fewer, its last ones: the caller
+ * looks whether its window is there. Layers with recent, sinks or a window, or in runs, need a path that ends with a
+ * checkpoint; of others kvedge_layer_set_len then gives any beginning. A file is in one call at a time, and nobody reads the
+ * layers meanwhile. */
 kvedge_status kvedge_session_load_prefix(kvedge_session_prefix *const *path, int num_files, kvedge_layer *const *layers,
                                          int num_layers, const char **why);
 
