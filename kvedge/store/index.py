@@ -73,7 +73,7 @@ _TYPES = (int, int, str, str, str, int, bytes, str, int, int, int)  # of a row
 
 
 # What SQLite says where the index is as it should be.
-_NO_DAMAGE = ("locked", "unable to open", "full", "disk I/O", "busy", "readonly")
+_NO_DAMAGE = ("locked", "unable to open", "full", "disk I/O", "busy")
 
 
 class Index:
@@ -89,12 +89,14 @@ class Index:
     @contextmanager
     def reading(self) -> Iterator[Any]:
         """A connection, which sees the index as it is at its first look."""
-        db = sqlite3.connect(os.path.join(self.folder, INDEX), timeout=_WAIT, isolation_level=None)
+        path = os.path.join(self.folder, INDEX)
+        db = sqlite3.connect(path, timeout=_WAIT, isolation_level=None)
         try:
             db.execute("PRAGMA synchronous = NORMAL")
             yield db
         except sqlite3.OperationalError as error:
-            if not any(words in str(error) for words in _NO_DAMAGE):
+            is_damaged = not any(words in str(error) for words in _NO_DAMAGE)
+            if is_damaged and os.access(path, os.W_OK):  # else it is read-only for this user
                 raise
             raise KvedgeError(f"{self.folder}: its index cannot be used: {error}") from error
         finally:
