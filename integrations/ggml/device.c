@@ -1,5 +1,6 @@
 /* A device of ggml's own kind, of type ACCEL: for test-backend-ops, and for programs that load backends by GGML_BACKEND_PATH
- * or ggml_backend_load. It claims attention nodes and scans of an index in host memory, and runs them by a CPU backend that kvedge looks at. */
+ * or ggml_backend_load. It claims attention nodes and scans of an index in host memory, and runs them by a CPU backend that
+ * kvedge looks at. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>

@@ -11,8 +11,8 @@
 enum { QUERY, KEYS, VALUES, MASK, SINKS };
 enum { MOST_DIM = 1024 };
 
-/* With vectors kvedge was faster from the first visible cell on (9 to 32
- * heads of 64 and 128, one row, AVX2 and AVX-512: 1.4 to 4 times); llama.cpp's caches show 256 cells at least. */
+/* With vectors attention was faster on kvedge from the first visible cell on (9 to 32 heads of 64 and 128, one row, AVX2 and
+ * AVX-512: 1.4 to 4 times); llama.cpp's caches show 256 cells at least. */
 int64_t least_cells(void) { return strcmp(kvedge_isa_name(), "scalar") == 0 ? 512 : 32; }
 
 /* ---- Which nodes ----------------------------------------------------------------------------- */

@@ -167,8 +167,8 @@ class PrefixCache:
         llm.set_cache(kvedge.llama_cpp.PrefixCache(llm, kvedge.PrefixStore("prompts")))
 
     A state that llama.cpp refuses is not used, and a store that fails (a full disk) is warned of.
-    Nothing is unpickled. Each prompt's tokens, and
-    those of them that came from the store, are logged (``kvedge.llama_cpp``, INFO).
+    Nothing is unpickled. Each prompt's tokens, and those of them that came from the store, are
+    logged (``kvedge.llama_cpp``, INFO).
 
     Parameters
     ----------

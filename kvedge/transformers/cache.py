@@ -185,11 +185,11 @@ class KvedgeCache(Cache):
         self._checkpoints = Checkpoints(checkpoints, checkpoint_bytes, checkpoint_every)
         self._drafts = Drafts()
         self._is_cropped = True  # since the last step: what layers have recorded is no draft
-        self._windows = [layer for layer in layers if isinstance(layer, KvedgeSlidingLayer)]
-        for window in self._windows if store is not None else ():
+        windows = [layer for layer in layers if isinstance(layer, KvedgeSlidingLayer)]
+        for window in windows if store is not None else ():
             window.drops_at_once = False  # a store has checkpoints within a step
-        self._needs_checkpoints = self._share is None and bool(
-            self._windows or any(map(states.has_state, layers))
+        self._needs_checkpoints = self._share is None and (
+            bool(windows) or any(map(states.has_state, layers))
         )
 
     # ---- checkpoints -----------------------------------------------------------------------------
@@ -216,9 +216,10 @@ class KvedgeCache(Cache):
             self._evict(tokens)
         if self._prefixes is not None and not may_go:
             self._prefixes.step(self, length)
-            for window in self._windows:
-                window.drop_unread()
         if self._needs_checkpoints and self._checkpoints.is_due(length, tokens) and not may_go:
+            for layer in self.layers:
+                if isinstance(layer, KvedgeSlidingLayer):
+                    layer.drop_unread()  # else the checkpoint would have it
             self._checkpoints.add(take(self.layers, length))
 
     def evict(self) -> bool:

@@ -247,16 +247,21 @@ def test_the_scan_of_an_index_is_that_of_float64(kind, rows, heads, is_part, thr
     np.testing.assert_allclose(scores, want, rtol=1e-6, atol=1e-7 * heads * 64)
 
 
+def assert_left(*arrays):
+    """One scan more is ggml's, and is as without kvedge."""
+    before = report()
+    with_kvedge = scan(*arrays)
+    assert report().scans == before.scans
+    assert sum(report().left.values()) == sum(before.left.values()) + 1
+    disable()
+    np.testing.assert_array_equal(with_kvedge, scan(*arrays))
+
+
 @needs_index
 def test_a_scan_that_kvedge_refuses_falls_back_to_ggmls_kernel():
     q, k, weights, mask = scan_arrays(3, 5)
     q[1, 2, 0, 7] = np.nan
-    before = report()
-    with_kvedge = scan(q, k, weights, mask)
-    assert report().scans == before.scans
-    assert sum(report().left.values()) == sum(before.left.values()) + 1
-    disable()
-    np.testing.assert_array_equal(with_kvedge, scan(q, k, weights, mask))
+    assert_left(q, k, weights, mask)
 
 
 @needs_index
@@ -265,9 +270,4 @@ def test_scans_that_kvedge_does_not_take_are_left(why):
     q, k, weights, mask = scan_arrays(3, 5, keys=31 if why == "cells" else CELLS, dim=256)
     if why == "type":
         k = Blocks("q6_k", np.zeros((2, CELLS, 210), np.uint8))
-    before = report()
-    with_kvedge = scan(q, k, weights, mask)
-    assert report().scans == before.scans
-    assert sum(report().left.values()) == sum(before.left.values()) + 1
-    disable()
-    np.testing.assert_array_equal(with_kvedge, scan(q, k, weights, mask))
+    assert_left(q, k, weights, mask)

@@ -38,15 +38,13 @@ def fill(cache, start, stop):
     cache.advance(stop - start)
 
 
-def assert_alike(cache, other, atol=0.0):
+def assert_alike(cache, other):
     query = np.random.default_rng(1).standard_normal((4, 32), dtype=np.float32)
     assert len(cache) == len(other)
     for stop in (len(cache) + 1, len(cache) + 80):
         for layer in range(2):
-            np.testing.assert_allclose(*(c.attend(layer, query) for c in (cache, other)), 0, atol)
-            k, own = cache.k(layer), other.k(layer)
-            n = len(own)  # of a window what is read, at least
-            assert n >= min(39, len(cache)) and np.array_equal(k[-n:], own)
+            assert np.array_equal(cache.attend(layer, query), other.attend(layer, query))
+            assert np.array_equal(cache.k(layer), other.k(layer))
         for one in (cache, other):
             fill(one, len(one), stop)
 
@@ -65,10 +63,19 @@ def test_a_cache_that_was_loaded_goes_on_as_the_one_that_was_saved(tmp_path, opt
 
 @pytest.mark.parametrize("options", OPTIONS[4:], ids=str)
 def test_windows_have_checkpoints_within_what_was_appended_at_once(tmp_path, options):
-    store, other = PrefixStore(tmp_path), cache_of(options)
+    store, cache, other = PrefixStore(tmp_path), cache_of(options, 256), cache_of(options)
     store.save(cache_of(options, 600), np.arange(600), model="m")
-    assert store.load(other, [*range(300), 9, 9], model="m") == 256
-    assert_alike(cache_of(options, 256), other, 1e-6)  # rows are added up from another one on
+    assert store.load(other, [*range(300), 9, 9], model="m") == 256 == len(other)
+    query = np.random.default_rng(1).standard_normal((4, 32), dtype=np.float32)
+    for stop in (257, 336):
+        for layer in range(2):
+            # Rows are added up from another one on.
+            out = [each.attend(layer, query) for each in (cache, other)]
+            np.testing.assert_allclose(*out, rtol=0, atol=1e-6)
+            own = other.k(layer)  # of a window what is read, at least
+            assert len(own) >= 39 and np.array_equal(cache.k(layer)[-len(own) :], own)
+        for one in (cache, other):
+            fill(one, len(one), stop)
 
 
 LOADED = """
